@@ -1,0 +1,359 @@
+"""Configuration of a world model: what the weights fix, and what a run may choose.
+
+Owns: `ModelConfig` and its sections (read from `config.json` beside the weights), `EngineConfig`,
+the presets. Invariants: everything is frozen; json is read strictly (a missing or unknown key is
+an error that names it); nothing here touches torch or a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from engine.errors import ConfigError
+
+PRESET_NAMES = ("mini", "h3_33b", "tiny")
+VAE_SPATIAL_FACTOR = 16
+FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
+"""Pixel frames that the latents of one chunk cover; the pattern repeats every five latents."""
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Geometry:
+    """Picture size and the grids that follow from it."""
+
+    height_px: int
+    width_px: int
+
+    def __post_init__(self) -> None:
+        for name in ("height_px", "width_px"):
+            value = getattr(self, name)
+            if value < 32 or value % 32:
+                raise ConfigError(f"geometry.{name} is {value}; allowed: positive multiples of 32")
+
+    @property
+    def latent_height(self) -> int:
+        """Latent cells from top to bottom."""
+        return self.height_px // VAE_SPATIAL_FACTOR
+
+    @property
+    def latent_width(self) -> int:
+        """Latent cells from left to right."""
+        return self.width_px // VAE_SPATIAL_FACTOR
+
+    @property
+    def rows_per_latent(self) -> int:
+        """Rows of one latent frame with the 1x2x2 patch."""
+        return (self.latent_height // 2) * (self.latent_width // 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerConfig:
+    """Few-step sampler: predict the clean chunk, noise it again to the next level."""
+
+    steps: int = 4
+    """Denoise steps of a chunk."""
+    shift: float = 12.0
+    """Shift of the sigma grid; 12 spends nearly all steps at high noise."""
+    anchor_t: float = 0.999
+    """Model time of the anchor rows (1 is clean)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CameraConfig:
+    """How controls move the camera. Speeds are per pixel frame, the only clock that the model has."""
+
+    forward_per_frame: float = 0.07
+    strafe_per_frame: float = 0.05
+    yaw_deg_per_frame: float = 1.2
+    pitch_deg_per_frame: float = 0.4
+    smoothing: float = 0.35
+    """Share of the gap to the wanted velocity that one frame closes, 0..1."""
+    boost_factor: float = 1.5
+    """Factor on walking speed while boost is held."""
+    pitch_limit_rad: float = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextConfig:
+    """Word encoder: a table of known words, shared buckets for the rest, a fixed row count."""
+
+    vocabulary: tuple[str, ...] = ()
+    """Known words, lower case, sorted."""
+    unknown_buckets: int = 64
+    """Embeddings that words outside the vocabulary share by their hash."""
+    rows: int = 8
+    """Text rows of the prefix, whatever the length of the prompt."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Everything that the weights fix. The first group uses the names of diffusers' constructor."""
+
+    num_attention_heads: int = 56
+    attention_head_dim: int = 128
+    hidden_size: int = 5376
+    num_layers: int = 50
+    num_refiner_layers: int = 2
+    ffn_dim: int = 14336
+    in_channels: int = 24
+    audio_in_channels: int = 32
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    text_dim: int = 5120
+    freq_dim: int = 256
+    time_embed_hidden_dim: int = 5376
+    time_embed_dim: int = 2688
+    rope_freq_dim: int = 16
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    qk_norm_eps: float = 1e-5
+    final_norm_eps: float = 1e-5
+
+    camera_dtype: Literal["attention", "float32"] = "attention"
+    """Dtype of the camera matrices: as released they are rounded to the dtype of the attention.
+    In bfloat16 that makes steps of 0.06 units at a distance of 8 to 16, which would swallow the
+    motion of a small world; "float32" keeps it."""
+    latents_per_chunk: int = 5
+    window_chunks: int = 6
+    """Chunks that attention sees: the current one and the history before it."""
+    audio_latent_count: int = 263
+    """Audio latents of each stereo channel in the prefix."""
+    audio_channel_count: int = 2
+    geometry: Geometry = field(default_factory=lambda: Geometry(height_px=768, width_px=1344))
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    camera: CameraConfig = field(default_factory=CameraConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+
+    def __post_init__(self) -> None:
+        if self.patch_size != (1, 2, 2):
+            raise ConfigError(f"patch_size is {self.patch_size}; allowed: (1, 2, 2)")
+        if self.latents_per_chunk != len(FRAMES_PER_LATENT):
+            raise ConfigError(
+                f"latents_per_chunk is {self.latents_per_chunk}; allowed: {len(FRAMES_PER_LATENT)}"
+            )
+        suffix = self.attention_head_dim - 6 * self.rope_freq_dim
+        if suffix < 0 or suffix % 4:
+            raise ConfigError(
+                f"attention_head_dim is {self.attention_head_dim}, rope_freq_dim is "
+                f"{self.rope_freq_dim}; allowed: head width minus 6 x rope_freq_dim is a "
+                "multiple of 4 and not negative"
+            )
+        if self.camera_dtype not in ("attention", "float32"):
+            raise ConfigError(
+                f"camera_dtype is {self.camera_dtype!r}; allowed: 'attention', 'float32'"
+            )
+        positive = (
+            "num_attention_heads", "hidden_size", "num_layers", "ffn_dim", "in_channels",
+            "text_dim", "window_chunks", "audio_latent_count", "audio_channel_count",
+        )  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
+        if self.freq_dim % 2:
+            raise ConfigError(f"freq_dim is {self.freq_dim}; allowed: even numbers")
+
+    @property
+    def attention_dim(self) -> int:
+        """Width of all heads together; need not be the hidden size."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading head channels that carry the rotary embedding; PRoPE has the rest."""
+        return 6 * self.rope_freq_dim
+
+    @property
+    def patch_features(self) -> int:
+        """Features of one video row."""
+        return self.in_channels * self.patch_size[1] * self.patch_size[2]
+
+    @property
+    def history_chunks(self) -> int:
+        """Most chunks that the cache keeps."""
+        return self.window_chunks - 1
+
+    @property
+    def rows_per_latent(self) -> int:
+        """Rows of one latent frame."""
+        return self.geometry.rows_per_latent
+
+    @property
+    def rows_per_chunk(self) -> int:
+        """Rows of one chunk."""
+        return self.latents_per_chunk * self.geometry.rows_per_latent
+
+    @property
+    def frames_per_chunk(self) -> int:
+        """Pixel frames of one chunk."""
+        return sum(FRAMES_PER_LATENT)
+
+    @property
+    def audio_rows(self) -> int:
+        """Audio rows of the prefix, channel after channel."""
+        return self.audio_channel_count * self.audio_latent_count
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the transformer, text encoder excluded."""
+        return parameter_count(self)
+
+    def to_json(self) -> str:
+        """Text of `config.json`."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, where: str = "config.json") -> ModelConfig:
+        """Read `config.json` strictly.
+
+        Raises: ConfigError naming the key that is missing, unknown or of a wrong type.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where} is not json: {error}") from error
+        return _read(cls, data, where)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What a run chooses. None of it changes the maths, only where and how fast it runs."""
+
+    device: str = "auto"
+    """"auto" (CUDA where present), "cpu", "cuda" or "cuda:N"."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the transformer blocks. "auto": bfloat16 on CUDA; on a CPU the faster of the two by
+    a short measurement. The choice is logged and stored resolved."""
+    compile_blocks: bool = False
+    """Compile the transformer blocks at the first steps of each window shape."""
+    prefix_cache: bool = True
+    """Compute the prefix once per session and prompt instead of in every forward. Exact."""
+    adaln_tables: bool = True
+    """Keep the modulation of the fixed times instead of recomputing it. Exact."""
+    packed_history: bool = True
+    """Keep history keys and values ready for attention, packed once per refresh. Exact."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(
+                f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'bfloat16'"
+            )
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and not index.isdecimal()):
+            raise ConfigError(
+                f"device is {self.device!r}; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A named model: its configuration, where its weights lie, and the picture sizes it knows."""
+
+    name: str
+    model: ModelConfig
+    weights: Path | None
+    """Folder of the weights that ship with the project; None where none do."""
+    geometries: tuple[Geometry, ...]
+
+
+def preset(name: str, geometry: Geometry | None = None) -> Preset:
+    """Preset by name, optionally at another picture size.
+
+    The word list of `mini` comes with its weights; here it is empty. `h3_33b` uses the word encoder
+    until a Qwen3-VL encoder is part of the project. `tiny` is for tests and always random.
+
+    Raises: ConfigError for an unknown name.
+    """
+    if name == "mini":
+        model = ModelConfig(
+            num_attention_heads=6, attention_head_dim=64, hidden_size=384, num_layers=10,
+            num_refiner_layers=1, ffn_dim=1024, text_dim=64, freq_dim=256,
+            time_embed_hidden_dim=384, time_embed_dim=64, rope_freq_dim=8,
+            camera_dtype="float32", audio_latent_count=1,
+            geometry=Geometry(height_px=160, width_px=256),
+        )  # fmt: skip
+        weights = Path(__file__).resolve().parent.parent / "miniworld" / "weights"
+        found = Preset(name=name, model=model, weights=weights, geometries=(model.geometry,))
+    elif name == "h3_33b":
+        # Walking and turning speeds of published runs: 0.05 m and 0.53 degrees a latent.
+        camera = CameraConfig(
+            forward_per_frame=0.0147, strafe_per_frame=0.0147, yaw_deg_per_frame=0.157,
+            pitch_deg_per_frame=0.08, boost_factor=3.0, pitch_limit_rad=0.6,
+        )  # fmt: skip
+        model = ModelConfig(camera=camera, text=TextConfig(rows=512))
+        sizes = (model.geometry, Geometry(height_px=480, width_px=832))
+        found = Preset(name=name, model=model, weights=None, geometries=sizes)
+    elif name == "tiny":
+        model = ModelConfig(
+            num_attention_heads=2, attention_head_dim=128, hidden_size=96, num_layers=3,
+            num_refiner_layers=1, ffn_dim=160, text_dim=64, freq_dim=32,
+            time_embed_hidden_dim=64, time_embed_dim=48, audio_latent_count=11,
+            geometry=Geometry(height_px=64, width_px=96),
+        )  # fmt: skip
+        found = Preset(name=name, model=model, weights=None, geometries=(model.geometry,))
+    else:
+        raise ConfigError(f"preset is {name!r}; allowed: {', '.join(PRESET_NAMES)}")
+    if geometry is None:
+        return found
+    return dataclasses.replace(found, model=dataclasses.replace(found.model, geometry=geometry))
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the transformer (text encoder excluded)."""
+    hidden, attention, ffn = model.hidden_size, model.attention_dim, model.ffn_dim
+    mixer = 4 * hidden * attention + 3 * hidden * ffn + 2 * hidden + 2 * model.attention_head_dim
+    adaln = (model.time_embed_dim + 1) * hidden
+    inputs = (model.patch_features + 1) + (model.audio_in_channels + 1) + (model.text_dim + 1)
+    heads = (hidden + 1) * (model.patch_features + model.audio_in_channels)
+    times = (model.freq_dim + 1) * model.time_embed_hidden_dim
+    times += (model.time_embed_hidden_dim + 1) * model.time_embed_dim
+    blocks = model.num_layers * (mixer + 18 * adaln) + model.num_refiner_layers * mixer
+    return blocks + hidden * inputs + heads + times + 2 * hidden + 2 * adaln
+
+
+def _read(cls: type[Config], data: Any, where: str) -> Config:
+    """Dataclass from decoded json, section by section, with no key missing or left over."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} is {type(data).__name__}; allowed: an object")
+    hints = typing.get_type_hints(cls)
+    allowed = ", ".join(hints)
+    for key in data:
+        if key not in hints:
+            raise ConfigError(f"{where}: unknown key {key!r}; allowed: {allowed}")
+    for key in hints:
+        if key not in data:
+            raise ConfigError(f"{where}: missing key {key!r}; needed: {allowed}")
+    values = {key: _value(hint, data[key], f"{where}: {key}") for key, hint in hints.items()}
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _read(hint, value, where)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{where} is {value!r}; allowed: {', '.join(map(repr, arguments))}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        inner = next(each for each in arguments if each is not type(None))
+        return _value(inner, value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} is {value!r}; allowed: a list")
+        if arguments[-1] is not Ellipsis and len(value) != len(arguments):
+            raise ConfigError(f"{where} has {len(value)} items; allowed: {len(arguments)}")
+        return tuple(_value(arguments[0], item, where) for item in value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where} is {value!r}; allowed: {hint.__name__}")
+    return value
