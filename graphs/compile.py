@@ -1,0 +1,50 @@
+"""Compilation of a module or function under a named mode.
+
+Owns the names of the modes and their options. Knows no model: callers decide what to compile, keep
+the eager original, and compare the two.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CompileMode(StrEnum):
+    """What the compiler may spend time on."""
+
+    EAGER = "eager"
+    """No compilation: the function itself comes back."""
+
+    BLOCKS = "blocks"
+    """Fuse elementwise work; fixed shapes; no autotuning. Seconds to compile."""
+
+    TUNED = "tuned"
+    """As BLOCKS, with matmul autotuning and without CUDA graphs. Minutes to compile."""
+
+
+def compile_module(
+    fn: Callable[P, R], mode: CompileMode = CompileMode.BLOCKS, *, full_graph: bool = True
+) -> Callable[P, R]:
+    """Return `fn` compiled for fixed shapes, or `fn` itself for `CompileMode.EAGER`.
+
+    Compilation itself happens at the first call with each set of shapes. `full_graph` refuses graph
+    breaks, which would hide a slow path.
+
+    Raises:
+        ValueError: `mode` is not a CompileMode.
+    """
+    if mode not in list(CompileMode):
+        allowed = ", ".join(CompileMode)
+        raise ValueError(f"mode: {mode!r} is unknown; allowed: {allowed}")
+    if mode == CompileMode.EAGER:
+        return fn
+    torch_mode = "max-autotune-no-cudagraphs" if mode == CompileMode.TUNED else None
+    compiled: Callable[P, R] = torch.compile(
+        fn, dynamic=False, fullgraph=full_graph, mode=torch_mode
+    )
+    return compiled
