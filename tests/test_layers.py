@@ -38,7 +38,8 @@ import importlib, logging, os, sys
 import torch
 def state():
     return (dict(os.environ), logging.root.level, list(logging.root.handlers),
-            torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed(),
+            torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+            torch.initial_seed(),
             torch.backends.cuda.matmul.allow_tf32, torch.cuda.is_initialized())
 before = state()
 for name in {_modules(package)!r}:

@@ -1,7 +1,7 @@
 """Every tolerance that a test uses, with the reason for its size.
 
-Exact claims (reruns, chunked against whole, cached against naive where the same kernels see the same
-shapes) need no entry here: they compare with ==.
+Exact claims (reruns, chunked against whole, cached against naive where the same kernels see the
+same shapes) need no entry here: they compare with ==.
 """
 
 # fp32, fused or reordered arithmetic against its oracle: the defaults of torch.testing for float32.
