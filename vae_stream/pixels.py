@@ -1,0 +1,30 @@
+"""The only place for pixel ranges, uint8 rounding and picture layouts.
+
+Invariants: float frames are RGB in 0..1, channel-first; uint8 frames are RGB, channel-last,
+contiguous. Legend: T frames, C channels, H height, W width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_uint8(frames_TCHW: Tensor) -> Tensor:
+    """Return `frames_THWC` uint8: clamp to 0..1 in fp32, times 255, round half to even."""
+    scaled = frames_TCHW.permute(0, 2, 3, 1).float().clamp(0.0, 1.0) * 255.0
+    return scaled.round().to(torch.uint8).contiguous()
+
+
+def from_uint8(frames_THWC: Tensor) -> Tensor:
+    """Return `frames_TCHW` fp32 in 0..1.
+
+    Raises:
+        ValueError: not uint8 `[T, H, W, 3]`.
+    """
+    if frames_THWC.dtype != torch.uint8 or frames_THWC.dim() != 4 or frames_THWC.shape[3] != 3:
+        raise ValueError(
+            f"frames_THWC: {frames_THWC.dtype} {tuple(frames_THWC.shape)}; "
+            "allowed: uint8 [T, H, W, 3]"
+        )
+    return frames_THWC.permute(0, 3, 1, 2).float() / 255.0
