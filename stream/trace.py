@@ -1,0 +1,266 @@
+"""Traces: what makes a rollout again, one JSON line each, and the digest that proves it.
+
+Owns the format, its writer and its reader.
+
+    header   version, source, preset, weights and their hash, engine settings, prompt, seed, image
+    chunk    index, held controls over its 17 frames, prompt where it changed, digest so far
+    end      chunks and frames made, digest, whether it was interrupted
+
+Invariants: every line is on the disk before the next chunk begins, so that a crash costs at most
+the line being written; the reader drops a torn last line and refuses any other fault. Controls are
+stored as axes with all their digits: a replay sees the very same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from engine.config import FRAMES_PER_LATENT
+from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.types import Action
+
+TRACE_VERSION = 1
+TRACE_SUFFIX = ".trace.jsonl"
+FILE_LIMIT_BYTES = 256 * 1024 * 1024
+FRAMES_PER_CHUNK = sum(FRAMES_PER_LATENT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceHeader:
+    """Everything but the controls that the latents depend on."""
+
+    version: int
+    source: str
+    """"model", or "renderer" for the true frames of a named scene."""
+    preset: str
+    weights: str
+    model_hash: str
+    prompt: str
+    seed: int
+    chunk_count: int
+    """Chunks that were asked for."""
+    width_px: int
+    height_px: int
+    device: str
+    dtype: str
+    torch_version: str
+    thread_count: int
+    scene: str | None
+    image: str | None
+    image_sha256: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceChunk:
+    """Input of one chunk, and the digest of everything up to and including it."""
+
+    chunk_index: int
+    held: tuple[tuple[int, dict[str, float]], ...]
+    """(frame in the chunk, axes that are not zero) at each change; begins at frame 0."""
+    prompt: str | None
+    """New prompt from this chunk on, or None."""
+    digest: str
+
+    def action(self) -> Action:
+        """Return the action as it was, to the last bit."""
+        import numpy as np
+
+        from engine.types import AXES, Action
+
+        axes_FA = np.zeros((FRAMES_PER_CHUNK, len(AXES)))
+        for frame, axes in self.held:
+            axes_FA[frame:] = [axes.get(name, 0.0) for name in AXES]
+        return Action(axes_FA)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceEnd:
+    """How it ended."""
+
+    chunk_count: int
+    frame_count: int
+    digest: str
+    interrupted: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """A trace as read."""
+
+    header: TraceHeader
+    chunks: tuple[TraceChunk, ...]
+    end: TraceEnd | None
+    """None where the recording broke off."""
+    is_torn: bool
+    """Whether the last line was cut and dropped."""
+
+
+class Digest:
+    """sha256 over the bytes of what a source made: fp32 latents, or a renderer's uint8 frames."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def update(self, values: Tensor) -> None:
+        """Add the bytes of a tensor in row-major order."""
+        self._hash.update(values.detach().cpu().contiguous().numpy().tobytes())
+
+    def hex(self) -> str:
+        """Return the digest so far."""
+        return self._hash.hexdigest()
+
+
+class TraceWriter:
+    """Appends lines, each flushed to the disk.
+
+    Raises:
+        OSError: from any method, when the file cannot be written.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader) -> None:
+        self.path = path
+        self._file = path.open("w", encoding="utf-8", newline="\n")
+        self._line("header", asdict(header))
+
+    def chunk(self, index: int, action: Action, *, digest: str, prompt: str | None = None) -> None:
+        """Record a finished chunk."""
+        data: dict[str, Any] = {"chunk_index": index, "held": held_axes(action)}
+        if prompt is not None:
+            data["prompt"] = prompt
+        self._line("chunk", {**data, "digest": digest})
+
+    def end(self, end: TraceEnd) -> None:
+        """Record how it ended."""
+        self._line("end", asdict(end))
+
+    def close(self) -> None:
+        """Close the file; what was written stays."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _line(self, kind: str, data: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"type": kind, **data}, ensure_ascii=False) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def held_axes(action: Action) -> list[tuple[int, dict[str, float]]]:
+    """Axes that are not zero, at frame 0 and at each frame where they change."""
+    from engine.types import AXES
+
+    held: list[tuple[int, dict[str, float]]] = []
+    for frame, row in enumerate(action.axes_FA.tolist()):
+        axes = {name: value for name, value in zip(AXES, row, strict=True) if value}
+        if not held or held[-1][1] != axes:
+            held.append((frame, axes))
+    return held
+
+
+def trace_path(video: Path) -> Path:
+    """`NAME.trace.jsonl` beside `NAME.mp4`."""
+    return video.with_name(video.stem + TRACE_SUFFIX)
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace.
+
+    Raises:
+        ConfigError: no such file, or a line (other than a torn last one) that is not as written.
+    """
+    lines, is_torn = _lines(Path(path))
+    where = f"trace {str(path)!r}"
+    if not lines:
+        raise ConfigError(f"{where} has no header line")
+    header = _header(lines[0], where)
+    chunks: list[TraceChunk] = []
+    end = None
+    for number, data in enumerate(lines[1:], start=2):
+        kind = data.get("type")
+        if end is not None or kind not in ("chunk", "end"):
+            raise ConfigError(f"{where}, line {number}: unexpected {kind!r}")
+        try:
+            if kind == "end":
+                end = TraceEnd(**{key: value for key, value in data.items() if key != "type"})
+            else:
+                chunks.append(_chunk(data, len(chunks)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where}, line {number}: {error}") from error
+    return Trace(header=header, chunks=tuple(chunks), end=end, is_torn=is_torn)
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"trace: cannot read {str(path)!r}: {error.strerror}") from error
+    if len(data) > FILE_LIMIT_BYTES:
+        raise ConfigError(f"trace {str(path)!r} is larger than {FILE_LIMIT_BYTES} bytes")
+    *complete, rest = data.split(b"\n")
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(complete, start=1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"trace {str(path)!r}, line {number} is not JSON") from error
+        if not isinstance(value, dict):
+            raise ConfigError(f"trace {str(path)!r}, line {number} is not an object")
+        lines.append(value)
+    return lines, bool(rest.strip())
+
+
+def _header(data: dict[str, Any], where: str) -> TraceHeader:
+    if data.get("type") != "header" or not isinstance(data.get("version"), int):
+        raise ConfigError(f"{where} does not begin with a header line")
+    if data["version"] != TRACE_VERSION:
+        raise ConfigError(f"{where} has version {data['version']}; allowed: {TRACE_VERSION}")
+    values = {key: value for key, value in data.items() if key != "type"}
+    kinds = {field.name: field.type for field in fields(TraceHeader)}
+    if set(values) != set(kinds):
+        wrong = ", ".join(sorted(set(values) ^ set(kinds)))
+        raise ConfigError(f"{where}: header keys missing or unknown: {wrong}")
+    allowed: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "str": (str,),
+        "str | None": (str, type(None)),
+    }
+    for name, kind in kinds.items():
+        if isinstance(values[name], bool) or not isinstance(values[name], allowed[str(kind)]):
+            raise ConfigError(f"{where}: header {name} is {values[name]!r}; allowed: {kind}")
+    return TraceHeader(**values)
+
+
+def _chunk(data: dict[str, Any], expected_index: int) -> TraceChunk:
+    if data["chunk_index"] != expected_index:
+        raise ValueError(f"chunk_index is {data['chunk_index']}; expected {expected_index}")
+    held = tuple((int(frame), dict(axes)) for frame, axes in data["held"])
+    frames = [frame for frame, _ in held]
+    if not frames or frames[0] != 0 or frames != sorted(set(frames)) or frames[-1] > 16:
+        raise ValueError(f"held begins at frames {frames}; allowed: 0, then rising to 16 at most")
+    chunk = TraceChunk(
+        chunk_index=expected_index,
+        held=held,
+        prompt=data.get("prompt"),
+        digest=str(data["digest"]),
+    )
+    return chunk
