@@ -1,0 +1,62 @@
+"""The seam between the engine and an implementation of softmax attention.
+
+Owns `AttentionBackend` and the choice among backends. Invariant: a backend never falls back
+silently; a refusal says why.
+Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, UnsupportedError
+
+BackendName = Literal["auto", "sdpa", "math"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionNeed:
+    """What a backend has to serve."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+
+
+class AttentionBackend(Protocol):
+    """Full attention without a mask, scale 1 / sqrt(K)."""
+
+    name: str
+
+    def refusal(self, need: AttentionNeed) -> str | None:
+        """Return why the need cannot be served, or None."""
+        ...
+
+    def __call__(self, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> Tensor:
+        """Return [B, R, N, K]."""
+        ...
+
+
+def select_backend(need: AttentionNeed, prefer: BackendName = "auto") -> AttentionBackend:
+    """Choose a backend: torch SDPA unless the exact product is asked for.
+
+    Raises: ConfigError for an unknown name, UnsupportedError with the backend's reason.
+    """
+    from engine.attention.sdpa import MathBackend, SdpaBackend
+
+    choices: dict[str, AttentionBackend] = {
+        "auto": SdpaBackend(),
+        "sdpa": SdpaBackend(),
+        "math": MathBackend(),
+    }
+    if prefer not in choices:
+        raise ConfigError(f"attention backend is {prefer!r}; allowed: {', '.join(choices)}")
+    backend = choices[prefer]
+    reason = backend.refusal(need)
+    if reason is not None:
+        raise UnsupportedError(f"attention backend {backend.name} refuses {need}: {reason}")
+    return backend

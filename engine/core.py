@@ -1,0 +1,381 @@
+"""Batched rollouts of the transformer: begin, denoise, refresh.
+
+Owns the passes over the model and their conditions (modulation, visibility, cache); training drives
+it with many clips at once, `Engine` with one. Does not own actions, poses or random draws.
+Invariants: everything that changes lives in `CoreState`; every pass runs without gradients; nothing
+in the loop waits for the device.
+Shape suffixes: B batch, R rows, D width, C channels, T latent frames, H height, W width, 44 a
+matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionNeed, select_backend
+from engine.attention.placement import Placement
+from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
+from engine.config import ModelConfig
+from engine.denoise import denoise_chunk, denoise_times
+from engine.errors import ConfigError
+from engine.kv_cache import PackedCache, PlainCache, WindowTables
+from engine.layout import (
+    PrefixLayout,
+    patchify,
+    prefix_layout,
+    prefix_positions,
+    unpatchify,
+    window_positions,
+)
+from engine.model.dit import TAG_AUDIO, TAG_VIDEO, MiniMaxH3Transformer
+from engine.model.prope import identity_projective, projective
+from engine.model.rope import rope_tables
+from engine.prefix import PrefixInputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoreOptions:
+    """The exact shortcuts, each of which can be left out."""
+
+    prefix_cache: bool = True
+    adaln_tables: bool = True
+    packed_history: bool = True
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class CoreState:
+    """All that changes while a batch of rollouts runs."""
+
+    inputs: PrefixInputs
+    layout: PrefixLayout
+    prefix_placement: Placement
+    cache: PackedCache | PlainCache
+    audio_time_embedding_BC: Tensor
+    audio_tables: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def chunk_index(self) -> int:
+        """Index of the next chunk to commit."""
+        return self.cache.committed
+
+
+class LayerModulations(Sequence[Tensor]):
+    """Modulation of one pass, built layer by layer as the blocks ask for it.
+
+    A list would hold the vectors of every row in every layer at once: 6 GB for the prefix of the
+    large model.
+    """
+
+    def __init__(self, layers: int, of_layer: Callable[[int], Tensor]) -> None:
+        self._layers = layers
+        self._of_layer = of_layer
+
+    def __len__(self) -> int:
+        return self._layers
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self._of_layer(layer) for layer in range(*index.indices(self._layers))]
+        return self._of_layer(index)
+
+
+class RolloutCore:
+    """The model with its tables; shared by all rollouts, changed by none.
+
+    After the weights changed, call `renew`.
+    """
+
+    def __init__(
+        self,
+        model: MiniMaxH3Transformer,
+        options: CoreOptions | None = None,
+        *,
+        backend: AttentionBackend | None = None,
+    ) -> None:
+        self.model = model
+        self.config: ModelConfig = model.config
+        self.options = options or CoreOptions()
+        self.device = model.proj_in.weight.device
+        self.times = denoise_times(self.config.sampler)
+        self.backend = backend or select_backend(
+            AttentionNeed(
+                device_type=self.device.type,
+                dtype=model.dtype,
+                head_dim=self.config.attention_head_dim,
+            )
+        )
+        self._clean = len(self.times)
+        self._anchor = len(self.times) + 1
+        fixed = [*self.times, 1.0, self.config.sampler.anchor_t]
+        self._fixed_times = torch.tensor(fixed, dtype=torch.float32, device=self.device)
+        self._tables: dict[int, Tensor] = {}
+        self._final_table: Tensor | None = None
+
+    @property
+    def camera_dtype(self) -> torch.dtype:
+        """Dtype of the camera matrices."""
+        return torch.float32 if self.config.camera_dtype == "float32" else self.model.dtype
+
+    def renew(self) -> None:
+        """Forget what was computed from the weights."""
+        self._tables.clear()
+        self._final_table = None
+
+    @torch.no_grad()
+    def begin(self, inputs: PrefixInputs) -> CoreState:
+        """Start a batch of rollouts at chunk 0 with an empty history."""
+        layout, tables, placement = self._placements(inputs)
+        cache: PackedCache | PlainCache
+        if self.options.packed_history:
+            cache = PackedCache(
+                self.config,
+                tables,
+                batch_size=inputs.text_BRE.shape[0],
+                device=self.device,
+                dtype=self.model.dtype,
+            )
+        else:
+            cache = PlainCache(self.config, tables)
+        state = CoreState(
+            inputs=inputs,
+            layout=layout,
+            prefix_placement=placement,
+            cache=cache,
+            audio_time_embedding_BC=self.model.time_embedding(inputs.audio_t_B),
+        )
+        self._fill_prefix(state)
+        return state
+
+    @torch.no_grad()
+    def switch_prefix(self, state: CoreState, inputs: PrefixInputs) -> None:
+        """Replace the prefix and keep the history, whose keys are placed by the new positions."""
+        state.layout, tables, state.prefix_placement = self._placements(inputs)
+        state.inputs = inputs
+        state.cache.renew_prefix(tables)
+        state.audio_time_embedding_BC = self.model.time_embedding(inputs.audio_t_B)
+        state.audio_tables.clear()
+        self._fill_prefix(state)
+
+    @torch.no_grad()
+    def denoise(
+        self,
+        state: CoreState,
+        noise_BCTHW: Tensor,
+        step_noise: Sequence[Tensor],
+        views_BT44: Tensor,
+        *,
+        leading_BCTHW: Tensor | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Make the next chunk; nothing is committed.
+
+        Args:
+            state: the rollouts.
+            noise_BCTHW: fp32 start of the chunk.
+            step_noise: fresh fp32 noise after every step but the last.
+            views_BT44: relative world-to-camera view of each latent (`camera.relative_views`).
+            leading_BCTHW: the first 0 to 4 latents, if they are given.
+            on_step: called before each denoise step.
+
+        Raises: ConfigError for a wrong shape, StateError from the cache.
+        """
+        self._check("noise", noise_BCTHW, self.config.latents_per_chunk)
+        count = 0 if leading_BCTHW is None else leading_BCTHW.shape[2]
+        if leading_BCTHW is not None:
+            if count >= self.config.latents_per_chunk:
+                raise ConfigError(
+                    f"leading latents are {count}; allowed: 0 to "
+                    f"{self.config.latents_per_chunk - 1}"
+                )
+            self._check("leading latents", leading_BCTHW, count)
+        self.open_chunk(state, views_BT44)
+
+        def velocity(x_BCTHW: Tensor, step: int) -> Tensor:
+            if on_step is not None:
+                on_step(step)
+            return self.velocity(state, x_BCTHW, step, leading_count=count)
+
+        return denoise_chunk(velocity, noise_BCTHW, step_noise, self.times, leading_BCTHW)
+
+    @torch.no_grad()
+    def refresh(
+        self, state: CoreState, latents_BCTHW: Tensor, views_BT44: Tensor | None = None
+    ) -> None:
+        """Write keys and values of the finished chunk at t = 1 and commit it.
+
+        Args:
+            state: the rollouts.
+            latents_BCTHW: the clean chunk.
+            views_BT44: needed when no `denoise` opened the chunk (history that is given).
+        """
+        self._check("latents", latents_BCTHW, self.config.latents_per_chunk)
+        if views_BT44 is not None:
+            self.open_chunk(state, views_BT44)
+        self._run(state, latents_BCTHW, [self._clean] * latents_BCTHW.shape[2], keep=True)
+        state.cache.commit()
+
+    def open_chunk(self, state: CoreState, views_BT44: Tensor) -> None:
+        """Set the camera of the next chunk; `velocity` and `refresh` run under it."""
+        expected = (state.inputs.text_BRE.shape[0], self.config.latents_per_chunk, 4, 4)
+        if tuple(views_BT44.shape) != expected:
+            raise ConfigError(f"views have shape {tuple(views_BT44.shape)}; allowed: {expected}")
+        camera = projective(views_BT44.to(self.device), self.camera_dtype)
+        state.cache.begin(state.cache.committed, camera)
+
+    @torch.no_grad()
+    def velocity(
+        self, state: CoreState, x_BCTHW: Tensor, step: int, *, leading_count: int = 0
+    ) -> Tensor:
+        """Velocity of the open chunk at a denoise step, fp32 [B, C, T, H, W]."""
+        trailing_count = x_BCTHW.shape[2] - leading_count
+        times = [self._clean] * leading_count + [step] * trailing_count
+        x_BRD = self._run(state, x_BCTHW, times, keep=False)
+        rows_BRC = self.model.head_video(x_BRD, self._final_modulation(times))
+        return unpatchify(rows_BRC, self.config.geometry)
+
+    def _check(self, name: str, latents_BCTHW: Tensor, latents: int) -> None:
+        grid = self.config.geometry
+        expected = (self.config.in_channels, latents, grid.latent_height, grid.latent_width)
+        if tuple(latents_BCTHW.shape[1:]) != expected:
+            raise ConfigError(
+                f"{name} have shape {tuple(latents_BCTHW.shape)}; allowed: [batch, "
+                f"{', '.join(map(str, expected))}]"
+            )
+
+    def _placements(self, inputs: PrefixInputs) -> tuple[PrefixLayout, WindowTables, Placement]:
+        config, text_rows = self.config, inputs.text_BRE.shape[1]
+        layout = prefix_layout(config, text_rows)
+
+        def tables(positions_R3: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = rope_tables(positions_R3, config.rope_freq_dim, config.rope_theta)
+            return cos.to(self.device, self.model.dtype), sin.to(self.device, self.model.dtype)
+
+        cos_RK, sin_RK = tables(prefix_positions(config, text_rows))
+        camera = identity_projective(self.camera_dtype, self.device)
+        placement = Placement(
+            cos_RK=cos_RK,
+            sin_RK=sin_RK,
+            camera=type(camera)(
+                query=camera.query[None], key_value=camera.key_value[None],
+                output=camera.output[None],
+            ),
+            start=config.rotary_dim,
+        )  # fmt: skip
+        cos_SK, sin_SK = tables(window_positions(config, text_rows))
+        window = WindowTables(prefix_rows=layout.rows, cos_SK=cos_SK, sin_SK=sin_SK)
+        return layout, window, placement
+
+    def _fill_prefix(self, state: CoreState) -> None:
+        """Run the prefix alone and leave its keys and values in the cache."""
+        if not self.options.prefix_cache:
+            return
+        self.model.run_blocks(
+            self._embed_prefix(state),
+            self._modulations(lambda layer: self._prefix_modulation(state, layer)),
+            self._prefix_attend(state),
+            keys_values_only=True,
+        )
+
+    def _run(
+        self, state: CoreState, latents_BCTHW: Tensor, times: Sequence[int], *, keep: bool
+    ) -> Tensor:
+        """One pass; ``times`` holds the index of each latent's time. Returns the chunk's rows."""
+        x_BRD = self.model.embed_video(patchify(latents_BCTHW))
+        chunk = ChunkAttend(backend=self.backend, cache=state.cache, keep=keep)
+        if self.options.prefix_cache:
+            modulations = self._modulations(lambda layer: self._chunk_modulation(layer, times))
+            return self.model.run_blocks(x_BRD, modulations, chunk, keys_values_only=keep)
+
+        def whole_modulation(layer: int) -> Tensor:
+            prefix_BR6D = self._prefix_modulation(state, layer)
+            chunk_1R6D = self._chunk_modulation(layer, times)
+            shape = (prefix_BR6D.shape[0], x_BRD.shape[1], *chunk_1R6D.shape[2:])
+            return torch.cat([prefix_BR6D, chunk_1R6D.expand(shape)], dim=1)
+
+        whole_BRD = torch.cat([self._embed_prefix(state), x_BRD], dim=1)
+        attend = WholeAttend(prefix=self._prefix_attend(state), chunk=chunk)
+        modulations = self._modulations(whole_modulation)
+        out_BRD = self.model.run_blocks(whole_BRD, modulations, attend, keys_values_only=keep)
+        return out_BRD[:, state.layout.rows :]
+
+    def _embed_prefix(self, state: CoreState) -> Tensor:
+        inputs, model = state.inputs, self.model
+        parts = [
+            model.refine_text(inputs.text_BRE),
+            model.embed_video(inputs.anchor_rows_BRC),
+            model.embed_audio(inputs.audio_rows_BRC),
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _prefix_attend(self, state: CoreState) -> PrefixAttend:
+        return PrefixAttend(
+            backend=self.backend,
+            cache=state.cache,
+            layout=state.layout,
+            placement=state.prefix_placement,
+        )
+
+    def _modulations(self, of_layer: Callable[[int], Tensor]) -> LayerModulations:
+        return LayerModulations(self.config.num_layers, of_layer)
+
+    def _table(self, layer: int) -> Tensor:
+        """Vectors of the fixed times [times, 3 tags, 6, D]."""
+        if layer in self._tables:
+            return self._tables[layer]
+        table = self.model.modulation(layer, self.model.time_embedding(self._fixed_times))
+        if self.options.adaln_tables:
+            self._tables[layer] = table
+        return table
+
+    def _audio_table(self, state: CoreState, layer: int) -> Tensor:
+        """Vectors of each sample's audio time [B, 3 tags, 6, D]."""
+        if layer in state.audio_tables:
+            return state.audio_tables[layer]
+        table = self.model.modulation(layer, state.audio_time_embedding_BC)
+        if self.options.adaln_tables and not self.options.prefix_cache:
+            state.audio_tables[layer] = table
+        return table
+
+    def _chunk_modulation(self, layer: int, times: Sequence[int]) -> Tensor:
+        """Vectors of the chunk's rows: [1, 1, 6, D] where all share a time, else [1, R, 6, D]."""
+        table = self._table(layer)
+        if len(set(times)) == 1:
+            return table[times[0], TAG_VIDEO][None, None]
+        parts = [table[time, TAG_VIDEO] for time in times]
+        return torch.stack(parts).repeat_interleave(self.config.rows_per_latent, dim=0)[None]
+
+    def _final_modulation(self, times: Sequence[int]) -> Tensor:
+        table = self._final_table
+        if table is None:
+            table = self.model.final_modulation(self.model.time_embedding(self._fixed_times))
+            if self.options.adaln_tables:
+                self._final_table = table
+        if len(set(times)) == 1:
+            return table[times[0]][None, None]
+        parts = [table[time] for time in times]
+        return torch.stack(parts).repeat_interleave(self.config.rows_per_latent, dim=0)[None]
+
+    def _prefix_modulation(self, state: CoreState, layer: int) -> Tensor:
+        """Vectors of the prefix rows [B, R, 6, D]: text at t = 1, anchor, audio."""
+        table, layout = self._table(layer), state.layout
+        batch_size = state.inputs.text_BRE.shape[0]
+        text_R6D = table[self._clean][state.inputs.text_tags_R]
+        anchor_R6D = table[self._anchor, TAG_VIDEO].expand(layout.anchor_rows, -1, -1)
+        conditioning_R6D = torch.cat([text_R6D, anchor_R6D])
+        audio_B16D = self._audio_table(state, layer)[:, TAG_AUDIO][:, None]
+        return torch.cat(
+            [
+                conditioning_R6D.expand(batch_size, -1, -1, -1),
+                audio_B16D.expand(batch_size, layout.audio_rows, -1, -1),
+            ],
+            dim=1,
+        )

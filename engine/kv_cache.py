@@ -1,0 +1,312 @@
+"""Keys and values of the window: the constant prefix, at most five past chunks, the current one.
+
+    slot      0       1       2       3       4       5
+    [prefix | oldest        history         newest | current]       steady, chunk index >= 5
+    [prefix | history | current |                           ]       filling, current slot = index
+
+Owns the order `begin(chunk) -> window(layer, k, v)... -> commit()`, eviction, and two layouts of the
+same content: `PackedCache` keeps what attention reads, `PlainCache` keeps what the projections gave
+and places everything anew at each call; the second is the oracle of the first. Invariants: whole
+chunks, first in first out, no gaps; buffers keep their addresses; index arithmetic is in Python
+ints. The slide happens when the next chunk begins, so that the last commit can be undone until then.
+Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.placement import Placement
+from engine.config import ModelConfig
+from engine.errors import StateError
+from engine.model.prope import Projective
+from engine.model.rope import apply_rope
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class WindowTables:
+    """Row count of the prefix and rotary tables of a full window, which depend on it."""
+
+    prefix_rows: int
+    cos_SK: Tensor
+    sin_SK: Tensor
+
+
+class WindowCache(Protocol):
+    """What attention needs from a cache."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the rows of the current chunk sit."""
+        ...
+
+    def set_prefix(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+        """Take the placed keys and values of the prefix."""
+        ...
+
+    def window(
+        self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Add the current chunk and return placed keys and values of the window, [B, S, N, K]."""
+        ...
+
+
+class CacheOrder:
+    """The state machine that both caches share; holds no tensors but the current placement."""
+
+    def __init__(self, config: ModelConfig, tables: WindowTables) -> None:
+        self.layer_count = config.num_layers
+        self.rows = config.rows_per_chunk
+        self.history_limit = config.history_chunks
+        self.start = config.rotary_dim
+        self.tables = tables
+        self.committed = 0
+        self._written: set[int] = set()
+        self._placement: Placement | None = None
+        self._can_undo = False
+
+    @property
+    def slot(self) -> int:
+        """Slot of the current chunk in the window."""
+        return min(self.committed, self.history_limit)
+
+    @property
+    def history(self) -> list[int]:
+        """Chunks that the current one can see, oldest first."""
+        return list(range(self.committed - self.slot, self.committed))
+
+    @property
+    def placement(self) -> Placement:
+        """Where the rows of the current chunk sit.
+
+        Raises: StateError before `begin`.
+        """
+        if self._placement is None:
+            raise StateError(
+                f"no chunk is open; expected begin({self.committed}) first, got a pass over it"
+            )
+        return self._placement
+
+    def slot_tables(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Rotary cosines and sines of the rows in a slot."""
+        rows = slice(slot * self.rows, (slot + 1) * self.rows)
+        return self.tables.cos_SK[rows], self.tables.sin_SK[rows]
+
+    def begin(self, chunk_index: int, camera: Projective) -> None:
+        """Open a chunk. Beginning the same chunk again drops what its passes wrote.
+
+        Raises: StateError unless it is the chunk after the last committed one.
+        """
+        if chunk_index != self.committed:
+            raise StateError(
+                f"begin of chunk {chunk_index}; expected chunk {self.committed}, because chunks "
+                f"{self.history} are committed"
+            )
+        if self._can_undo:
+            self._slide()
+        self._can_undo = False
+        self._written.clear()
+        cos_RK, sin_RK = self.slot_tables(self.slot)
+        self._placement = Placement(cos_RK=cos_RK, sin_RK=sin_RK, camera=camera, start=self.start)
+
+    def commit(self) -> None:
+        """Close the chunk and make it history.
+
+        Raises: StateError when no chunk is open or a layer was not kept.
+        """
+        if len(self._written) != self.layer_count or self._placement is None:
+            raise StateError(
+                f"commit of chunk {self.committed}; expected keys and values of "
+                f"{self.layer_count} layers, got {len(self._written)}"
+            )
+        self._commit(self._placement)
+        self.committed += 1
+        self._can_undo = True
+        self._placement = None
+
+    def undo(self) -> None:
+        """Take the last commit back, so that its chunk can be made again.
+
+        Raises: StateError when the next chunk has begun or nothing is committed.
+        """
+        if not self._can_undo:
+            raise StateError(
+                "undo works once, between a commit and the next begin; expected a fresh commit, "
+                f"got {self.committed} committed chunks and none to take back"
+            )
+        self.committed -= 1
+        self._can_undo = False
+        self._undo()
+
+    def _mark(self, layer: int) -> None:
+        self._written.add(layer)
+
+    def _slide(self) -> None:
+        raise NotImplementedError
+
+    def _commit(self, placement: Placement) -> None:
+        raise NotImplementedError
+
+    def _undo(self) -> None:
+        raise NotImplementedError
+
+
+class PlainCache(CacheOrder):
+    """Raw keys and values in lists, placed and concatenated at every call."""
+
+    def __init__(self, config: ModelConfig, tables: WindowTables) -> None:
+        super().__init__(config, tables)
+        self._prefix: dict[int, tuple[Tensor, Tensor]] = {}
+        self._current: dict[int, tuple[Tensor, Tensor]] = {}
+        self._chunks: list[dict[int, tuple[Tensor, Tensor]]] = []
+        self._cameras: list[Projective] = []
+
+    def raw(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys (before RoPE and PRoPE) and values of the cached chunks, oldest first."""
+        return [chunk[layer] for chunk in self._chunks[-self.history_limit :]]
+
+    def set_prefix(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+        """Take the placed keys and values of the prefix."""
+        self._prefix[layer] = (k_BRNK, v_BRNK)
+
+    def renew_prefix(self, tables: WindowTables) -> None:
+        """Forget the prefix; the history is placed by the new tables from now on."""
+        self.tables = tables
+        self._prefix.clear()
+        self._placement = None
+
+    def window(
+        self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Place and concatenate prefix, history and the current chunk."""
+        placement = self.placement
+        if keep:
+            self._current[layer] = (k_BRNK, v_BRNK)
+            self._mark(layer)
+        prefix_k, prefix_v = self._prefix[layer]
+        keys, values = [prefix_k], [prefix_v]
+        for slot, (chunk, camera) in enumerate(zip(self._chunks, self._cameras, strict=True)):
+            cos_RK, sin_RK = self.slot_tables(slot)
+            past = Placement(cos_RK=cos_RK, sin_RK=sin_RK, camera=camera, start=self.start)
+            keys.append(past.key(chunk[layer][0]))
+            values.append(past.value(chunk[layer][1]))
+        keys.append(placement.key(k_BRNK))
+        values.append(placement.value(v_BRNK))
+        return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+
+    def _slide(self) -> None:
+        del self._chunks[: -self.history_limit], self._cameras[: -self.history_limit]
+
+    def _commit(self, placement: Placement) -> None:
+        self._chunks.append(self._current)
+        self._cameras.append(placement.camera)
+        self._current = {}
+
+    def _undo(self) -> None:
+        self._chunks.pop()
+        self._cameras.pop()
+
+
+class PackedCache(CacheOrder):
+    """One contiguous buffer a layer with everything placed; a denoise step writes only its chunk.
+
+    Values and the PRoPE channels of keys are final once written, because a pose is relative to the
+    first frame for life. The rotary channels of keys move one slot per chunk, so they are also kept
+    raw (in a ring, slot = chunk modulo window) and rotated anew once per slide.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tables: WindowTables,
+        *,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(config, tables)
+        heads, width = config.num_attention_heads, config.attention_head_dim
+        self._window_rows = config.window_chunks * self.rows
+        self._ring = config.window_chunks
+
+        def buffers(rows: int, channels: int) -> list[Tensor]:
+            shape = (batch_size, rows, heads, channels)
+            return [torch.empty(shape, device=device, dtype=dtype) for _ in range(self.layer_count)]
+
+        self._keys = buffers(tables.prefix_rows + self._window_rows, width)
+        self._values = buffers(tables.prefix_rows + self._window_rows, width)
+        self._raw_keys = buffers(self._window_rows, self.start)
+
+    def _rows_of(self, slot: int) -> slice:
+        begin = self.tables.prefix_rows + slot * self.rows
+        return slice(begin, begin + self.rows)
+
+    def set_prefix(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+        """Copy the placed keys and values of the prefix to the front of the buffers."""
+        self._keys[layer][:, : self.tables.prefix_rows] = k_BRNK
+        self._values[layer][:, : self.tables.prefix_rows] = v_BRNK
+
+    def renew_prefix(self, tables: WindowTables) -> None:
+        """Make room for another prefix and rotate the history by the new tables."""
+        old_rows, new_rows = self.tables.prefix_rows, tables.prefix_rows
+        self.tables = tables
+        self._placement = None
+        if new_rows != old_rows:
+            for buffers in (self._keys, self._values):
+                for layer, old_BSNK in enumerate(buffers):
+                    rows = new_rows + self._window_rows
+                    new_BSNK = old_BSNK.new_empty((old_BSNK.shape[0], rows, *old_BSNK.shape[2:]))
+                    new_BSNK[:, new_rows:] = old_BSNK[:, old_rows:]
+                    buffers[layer] = new_BSNK
+        for slot, chunk_index in enumerate(self._resident()):
+            self._rotate(slot, chunk_index)
+
+    def window(
+        self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Place the current chunk in its slot and return views up to its end."""
+        placement = self.placement
+        rows = self._rows_of(self.slot)
+        self._keys[layer][:, rows] = placement.key(k_BRNK)
+        self._values[layer][:, rows] = placement.value(v_BRNK)
+        if keep:
+            self._raw_keys[layer][:, self._ring_rows(self.committed)] = k_BRNK[..., : self.start]
+            self._mark(layer)
+        return self._keys[layer][:, : rows.stop], self._values[layer][:, : rows.stop]
+
+    def _ring_rows(self, chunk_index: int) -> slice:
+        begin = chunk_index % self._ring * self.rows
+        return slice(begin, begin + self.rows)
+
+    def _rotate(self, slot: int, chunk_index: int) -> None:
+        cos_RK, sin_RK = self.slot_tables(slot)
+        rows, ring = self._rows_of(slot), self._ring_rows(chunk_index)
+        for keys, raw_keys in zip(self._keys, self._raw_keys, strict=True):
+            keys[:, rows, :, : self.start] = apply_rope(raw_keys[:, ring], cos_RK, sin_RK)
+
+    def _resident(self) -> list[int]:
+        """Chunks in the slots as they lie, one more than the history while a slide is due."""
+        if self._can_undo and self.committed > self.history_limit:
+            return [self.committed - self._ring, *self.history]
+        return self.history
+
+    def _slide(self) -> None:
+        if self.committed <= self.history_limit:
+            return  # the window still fills: the committed chunk already sits in its slot
+        for slot, chunk_index in enumerate(self.history):
+            target, source = self._rows_of(slot), self._rows_of(slot + 1)
+            for layer in range(self.layer_count):
+                keys, values = self._keys[layer], self._values[layer]
+                keys[:, target, :, self.start :] = keys[:, source, :, self.start :]
+                values[:, target] = values[:, source]
+            self._rotate(slot, chunk_index)
+
+    def _commit(self, placement: Placement) -> None:
+        pass
+
+    def _undo(self) -> None:
+        pass
