@@ -108,6 +108,7 @@ class MemoryBlock(nn.Module):
         """Run T = N / B consecutive frames; return them and the state after the last."""
         now_NCHW, next_NCHW = self.mix(x_NCHW).chunk(2, dim=1)
         batch = past_BCHW.shape[0]
+        past_BCHW = past_BCHW.to(next_NCHW.dtype)  # fp32 zeros under autocast
         if batch == x_NCHW.shape[0]:
             shifted_NCHW, last_BCHW = past_BCHW, next_NCHW
         else:
