@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class TinyVaeConfig:
 
     latent_channels: int = 24
     """Channels of a latent."""
-    decoder_widths: tuple[int, int, int] = (128, 64, 48)
+    decoder_widths: tuple[int, int, int] = (128, 64, 64)
     """Channels at 1/16, 1/8 and 1/4 of the picture."""
     decoder_blocks: tuple[int, int, int] = (3, 3, 1)
     """Memory blocks at 1/16, 1/8 and 1/4."""
@@ -94,19 +95,20 @@ def _conv(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
 
 
 class MemoryBlock(nn.Module):
-    """Residual block that sees the frame before: y = relu(x + b(relu(now(x) + past(x before)))).
+    """Residual block that sees the frame before: y = relu(x + out(relu(now(x) + past(x before)))).
 
-    `mix` gives [now | past]; the state is the past half of the last frame, zero at the start.
+    The state is `past` of the last frame, zero at the start.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.mix = _conv(width, 2 * width)
+        self.now = _conv(width, width)
+        self.past = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.out = _conv(width, width)
 
     def forward(self, x_NCHW: Tensor, past_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Run T = N / B consecutive frames; return them and the state after the last."""
-        now_NCHW, next_NCHW = self.mix(x_NCHW).chunk(2, dim=1)
+        next_NCHW = self.past(x_NCHW)
         batch = past_BCHW.shape[0]
         past_BCHW = past_BCHW.to(next_NCHW.dtype)  # fp32 zeros under autocast
         if batch == x_NCHW.shape[0]:
@@ -115,7 +117,7 @@ class MemoryBlock(nn.Module):
             next_BTCHW = next_NCHW.unflatten(0, (batch, -1))
             shifted_BTCHW = torch.cat([past_BCHW.unsqueeze(1), next_BTCHW[:, :-1]], dim=1)
             shifted_NCHW, last_BCHW = shifted_BTCHW.flatten(0, 1), next_BTCHW[:, -1]
-        return F.relu(x_NCHW + self.out(F.relu(now_NCHW + shifted_NCHW))), last_BCHW
+        return F.relu(x_NCHW + self.out(F.relu(self.now(x_NCHW) + shifted_NCHW))), last_BCHW
 
 
 def _grow(x_NCHW: Tensor) -> Tensor:
@@ -126,6 +128,15 @@ def _grow(x_NCHW: Tensor) -> Tensor:
 def _pool(x_NCHW: Tensor) -> Tensor:
     """Join two consecutive frames on the channel axis: [2N, C, H, W] -> [N, 2C, H, W]."""
     return x_NCHW.unflatten(0, (-1, 2)).flatten(1, 2)
+
+
+def pixel_shuffle(x_NCHW: Tensor) -> Tensor:
+    """Spread channels [row, column, C] over 2x2 pixels: [N, 4C, H, W] -> [N, C, 2H, 2W].
+
+    This channel order moves whole runs of C values in a channels-last tensor: 6 times faster on a
+    CPU than torch's order [C, row, column].
+    """
+    return rearrange(x_NCHW, "n (row col c) h w -> n c (h row) (w col)", row=2, col=2)
 
 
 def upsampled_conv(x_NCHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -225,9 +236,9 @@ class Decoder(nn.Module):
             )
         else:
             x_NCHW = _grow(self.to_half(x_NCHW))
-        x_NCHW = F.relu(F.pixel_shuffle(x_NCHW, 2))
+        x_NCHW = F.relu(pixel_shuffle(x_NCHW))
         x_NCHW = F.relu(self.head(x_NCHW))
-        x_NCHW = F.pixel_shuffle(self.pixels(x_NCHW), 2)
+        x_NCHW = pixel_shuffle(self.pixels(x_NCHW))
         return x_NCHW.unflatten(0, (batch, -1)), after
 
 

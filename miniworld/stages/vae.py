@@ -402,7 +402,7 @@ def muon_splits(vae: TinyVae) -> dict[str, int]:
     ends = {"encoder.stem", "encoder.latents", "decoder.stem", "decoder.pixels"}
     two = {"decoder.to_fine", "decoder.to_half"}
     return {
-        f"{name}.weight": 2 if name.endswith(".mix") or name in two else 1
+        f"{name}.weight": 2 if name in two else 1
         for name, module in vae.named_modules()
         if isinstance(module, nn.Conv2d) and name not in ends
     }
