@@ -68,7 +68,7 @@ class SamplerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CameraConfig:
-    """How controls move the camera. Speeds are per pixel frame, the only clock that the model has."""
+    """How controls move the camera. Speeds are per frame, the only clock that the model has."""
 
     forward_per_frame: float = 0.07
     strafe_per_frame: float = 0.05
@@ -241,9 +241,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(
-                f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'bfloat16'"
-            )
+            raise ConfigError(f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'bfloat16'")
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and not index.isdecimal()):
             raise ConfigError(
@@ -315,6 +313,45 @@ def parameter_count(model: ModelConfig) -> int:
     times += (model.time_embed_hidden_dim + 1) * model.time_embed_dim
     blocks = model.num_layers * (mixer + 18 * adaln) + model.num_refiner_layers * mixer
     return blocks + hidden * inputs + heads + times + 2 * hidden + 2 * adaln
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """Estimated memory of one engine with one rollout, in GiB."""
+
+    weights_gib: float
+    window_gib: float
+    activations_gib: float
+
+    @property
+    def total_gib(self) -> float:
+        """All of it."""
+        return self.weights_gib + self.window_gib + self.activations_gib
+
+
+def memory_needed(model: ModelConfig, dtype: Literal["float32", "bfloat16"]) -> MemoryNeed:
+    """Estimate from shapes: weights, packed window, the widest tensors of a pass.
+
+    The window holds placed keys and values of prefix, history and current chunk, and the rotary
+    channels of the chunks' keys once more.
+    """
+    size = 4 if dtype == "float32" else 2
+    prefix_rows = model.text.rows + model.rows_per_latent + model.audio_rows
+    window_rows = model.window_chunks * model.rows_per_chunk
+    channels = 2 * (prefix_rows + window_rows) * model.attention_head_dim
+    channels += window_rows * model.rotary_dim
+    window = model.num_layers * model.num_attention_heads * channels * size
+    # Rows in flight: hidden states and their normed copies, q, k, v and output placed and not,
+    # both halves of the feed-forward part and their product; fp32 copies inside the norms.
+    rows = max(prefix_rows, model.rows_per_chunk)
+    widest = 8 * model.hidden_size + 10 * model.attention_dim + 4 * model.ffn_dim
+    activations = rows * widest * size + 64 * 2**20
+    gib = 2**30
+    return MemoryNeed(
+        weights_gib=model.parameter_count * size / gib,
+        window_gib=window / gib,
+        activations_gib=activations / gib,
+    )
 
 
 def _read(cls: type[Config], data: Any, where: str) -> Config:

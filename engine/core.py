@@ -21,7 +21,7 @@ from engine.attention.base import AttentionBackend, AttentionNeed, select_backen
 from engine.attention.placement import Placement
 from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
 from engine.config import ModelConfig
-from engine.denoise import denoise_chunk, denoise_times
+from engine.denoise import denoise_chunk, model_times
 from engine.errors import ConfigError
 from engine.kv_cache import PackedCache, PlainCache, WindowTables
 from engine.layout import (
@@ -105,7 +105,7 @@ class RolloutCore:
         self.config: ModelConfig = model.config
         self.options = options or CoreOptions()
         self.device = model.proj_in.weight.device
-        self.times = denoise_times(self.config.sampler)
+        self.times: list[float] = model_times(self.config.sampler).tolist()
         self.backend = backend or select_backend(
             AttentionNeed(
                 device_type=self.device.type,

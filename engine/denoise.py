@@ -18,14 +18,13 @@ Velocity = Callable[[Tensor, int], Tensor]
 """(x_BCTHW, denoise step) -> velocity_BCTHW."""
 
 
-def denoise_times(sampler: SamplerConfig) -> tuple[float, ...]:
-    """Model time t = 1 - sigma of each denoise step, exact fp32 values.
+def model_times(sampler: SamplerConfig) -> Tensor:
+    """Model time t = 1 - sigma of each denoise step, fp32 [steps] on the CPU.
 
     sigma = shift s / (1 + (shift - 1) s) on s = 1, 1 - 1/steps, ...; sigma is built in fp32 first.
     """
     grid = torch.linspace(1.0, 0.0, sampler.steps + 1, dtype=torch.float32)[:-1]
-    sigma = sampler.shift * grid / (1.0 + (sampler.shift - 1.0) * grid)
-    return tuple((1.0 - sigma).tolist())
+    return 1.0 - sampler.shift * grid / (1.0 + (sampler.shift - 1.0) * grid)
 
 
 def denoise_chunk(

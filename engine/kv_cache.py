@@ -4,11 +4,11 @@
     [prefix | oldest        history         newest | current]       steady, chunk index >= 5
     [prefix | history | current |                           ]       filling, current slot = index
 
-Owns the order `begin(chunk) -> window(layer, k, v)... -> commit()`, eviction, and two layouts of the
-same content: `PackedCache` keeps what attention reads, `PlainCache` keeps what the projections gave
-and places everything anew at each call; the second is the oracle of the first. Invariants: whole
-chunks, first in first out, no gaps; buffers keep their addresses; index arithmetic is in Python
-ints. The slide happens when the next chunk begins, so that the last commit can be undone until then.
+Owns the order `begin(chunk) -> window(layer, k, v)... -> commit()`, eviction, and two layouts of
+the same content: `PackedCache` keeps what attention reads; `PlainCache` keeps what the projections
+gave, places everything anew at each call, and is the oracle of the first. Invariants: whole chunks,
+first in first out, no gaps; buffers keep their addresses; index arithmetic is in Python ints. The
+slide waits until the next chunk begins, so that the last commit can be undone until then.
 Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 """
 

@@ -47,16 +47,16 @@ class Draws(Protocol):
 class SeededDraws:
     """Draws from explicit CPU generators.
 
-    The generator of the prefix is seeded with h("prefix"), that of chunk c with h("chunk c"), where
-    h(label) is the first 8 bytes of sha256("worldstream SEED label"), little endian, halved. In order: the
-    prefix draws anchor eps, audio u, audio eps; a chunk draws its noise, then the noise after each
-    denoise step but the last. All are standard normal in fp32 but u, which is uniform.
+    The generator of the prefix is seeded with h("prefix"), that of chunk c with h("chunk c"); h of
+    a label is the first 8 bytes of sha256("worldstream SEED label"), little endian, halved. In
+    order: the prefix draws anchor eps, audio u, audio eps; a chunk draws its noise, then the noise
+    after each denoise step but the last. All are standard normal in fp32 but u, which is uniform.
 
     Raises: ConfigError for a seed outside 0 .. 2^64 - 1.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_LIMIT:
+        if type(seed) is not int or not 0 <= seed < SEED_LIMIT:
             raise ConfigError(f"seed is {seed!r}; allowed: whole numbers from 0 to 2^64 - 1")
         self._config = config
         self._seed = seed

@@ -87,9 +87,7 @@ class Action:
         Raises: ConfigError unless there is one entry for each of the 17 frames.
         """
         if len(keys) != FRAMES_PER_CHUNK:
-            raise ConfigError(
-                f"keys cover {len(keys)} frames; allowed: exactly {FRAMES_PER_CHUNK}"
-            )
+            raise ConfigError(f"keys cover {len(keys)} frames; allowed: exactly {FRAMES_PER_CHUNK}")
         axes_FA = np.zeros((FRAMES_PER_CHUNK, len(AXES)))
         for frame, held in enumerate(keys):
             for control in set(held):

@@ -1,0 +1,156 @@
+"""What the machine can do: device, memory, and the faster dtype of its CPU.
+
+Owns the resolution of "auto". Invariant: it only looks and measures; no global torch setting
+changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import Geometry, ModelConfig, memory_needed
+from engine.errors import DeviceError
+from engine.model.dit import TransformerBlock
+
+DtypeName = Literal["float32", "bfloat16"]
+_GIB = 2**30
+_REPEATS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DtypeChoice:
+    """Outcome of the measurement of one block, in milliseconds."""
+
+    dtype: DtypeName
+    float32_ms: float | None = None
+    bfloat16_ms: float | None = None
+
+    @property
+    def reason(self) -> str:
+        """One phrase for a log or a terminal."""
+        if self.float32_ms is None or self.bfloat16_ms is None:
+            return "not measured"
+        return f"one block: float32 {self.float32_ms:.1f} ms, bfloat16 {self.bfloat16_ms:.1f} ms"
+
+
+def resolve_device(name: str) -> torch.device:
+    """Device by name; "auto" is CUDA where present.
+
+    Raises: DeviceError when CUDA or the index is missing.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise DeviceError(f"device is {name!r}; this machine has {count} CUDA devices")
+    return device
+
+
+def available_gib(device: torch.device) -> float:
+    """Free memory of the device, or of the machine for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / _GIB
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 / _GIB
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
+
+
+def check_memory(
+    model: ModelConfig, dtype: DtypeName, present_gib: float, geometries: tuple[Geometry, ...]
+) -> None:
+    """Refuse before anything is allocated.
+
+    Raises: DeviceError with needed and present memory and the largest picture size that fits.
+    """
+    needed = memory_needed(model, dtype)
+    if needed.total_gib <= present_gib:
+        return
+    fitting = [
+        size
+        for size in geometries
+        if memory_needed(_with_geometry(model, size), dtype).total_gib <= present_gib
+    ]
+    size = model.geometry
+    if fitting:
+        best = max(fitting, key=lambda each: each.rows_per_latent)
+        advice = f"{best.width_px}x{best.height_px} fits"
+    else:
+        advice = "no picture size of this model fits"
+    raise DeviceError(
+        f"{size.width_px}x{size.height_px} in {dtype} needs about {needed.total_gib:.1f} GiB "
+        f"(weights {needed.weights_gib:.1f}, window {needed.window_gib:.1f}); "
+        f"{present_gib:.1f} GiB are free; {advice}"
+    )
+
+
+def _with_geometry(model: ModelConfig, geometry: Geometry) -> ModelConfig:
+    return dataclasses.replace(model, geometry=geometry)
+
+
+def choose_dtype(model: ModelConfig, device: torch.device) -> DtypeChoice:
+    """Dtype of the blocks for "auto".
+
+    CUDA: bfloat16. A CPU with bfloat16 products: the faster of the two on one random block and one
+    attention over a full window, best of five. Other CPUs: float32.
+    """
+    if device.type == "cuda":
+        return DtypeChoice(dtype="bfloat16")
+    if not _has_bfloat16_products():
+        return DtypeChoice(dtype="float32")
+    times = {name: _block_ms(model, dtype) for name, dtype in _DTYPES.items()}
+    faster: DtypeName = "bfloat16" if times["bfloat16"] < times["float32"] else "float32"
+    return DtypeChoice(dtype=faster, float32_ms=times["float32"], bfloat16_ms=times["bfloat16"])
+
+
+_DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def torch_dtype(name: DtypeName) -> torch.dtype:
+    """Dtype by name."""
+    return _DTYPES[name]
+
+
+def _has_bfloat16_products() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return False
+    flags = cpuinfo.read_text()
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+@torch.no_grad()
+def _block_ms(model: ModelConfig, dtype: torch.dtype) -> float:
+    block = TransformerBlock(model).to(dtype)
+    x_BRD = torch.zeros(1, model.rows_per_chunk, model.hidden_size, dtype=dtype)
+    modulation = torch.zeros(1, 1, 6, model.hidden_size, dtype=dtype)
+    window_rows = model.window_chunks * model.rows_per_chunk
+    keys = torch.zeros(
+        1, model.num_attention_heads, window_rows, model.attention_head_dim, dtype=dtype
+    )
+
+    def once() -> Tensor:
+        q_BRNK, _, _ = block.project(x_BRD, modulation)
+        o_BNRK = F.scaled_dot_product_attention(q_BRNK.transpose(1, 2), keys, keys)
+        return block.finish(x_BRD, o_BNRK.transpose(1, 2), modulation)
+
+    once()
+    best_s = float("inf")
+    for _ in range(_REPEATS):
+        start_s = time.perf_counter()
+        once()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return best_s * 1e3

@@ -1,0 +1,335 @@
+"""The engine: a loaded model, and rollouts that step through it.
+
+Owns loading, the resolved configuration, and the order of one step: camera, draws, denoise,
+refresh. Invariants: weights live here and never change; everything that changes lives in `Rollout`;
+a step that raises leaves the rollout as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.camera import FIRST_FRAMES, CameraState, integrate, relative_views
+from engine.checkpoint import empty_model, load_model, read_config, verify_manifest
+from engine.clock import new_clock
+from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, preset
+from engine.core import CoreOptions, RolloutCore
+from engine.device import (
+    DtypeChoice,
+    available_gib,
+    check_memory,
+    choose_dtype,
+    resolve_device,
+    torch_dtype,
+)
+from engine.errors import CheckpointError, ConfigError, StateError
+from engine.model.dit import MiniMaxH3Transformer
+from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
+from engine.rollout import Draws, Rollout, SeededDraws
+from engine.text import PromptEncoder, WordEncoder
+from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A model that is ready to make chunks. Use one from one thread at a time.
+
+    Raises: StateError from every method after `close`.
+    """
+
+    def __init__(
+        self,
+        model: MiniMaxH3Transformer,
+        text_encoder: PromptEncoder,
+        config: EngineConfig,
+        *,
+        model_hash: str,
+        dtype_choice: DtypeChoice,
+    ) -> None:
+        self.model_config: ModelConfig = model.config
+        self.config = config
+        """As asked for, with device and dtype resolved."""
+        self.model_hash = model_hash
+        self.dtype_choice = dtype_choice
+        self.device = model.proj_in.weight.device
+        self.dtype = model.dtype
+        self._text_encoder = text_encoder
+        if config.compile_blocks:
+            _compile_blocks(model)
+        options = CoreOptions(
+            prefix_cache=config.prefix_cache,
+            adaln_tables=config.adaln_tables,
+            packed_history=config.packed_history,
+        )
+        self._core: RolloutCore | None = RolloutCore(model, options)
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, config: EngineConfig | None = None) -> Engine:
+        """Load a preset that ships weights, or a folder of weights.
+
+        Args:
+            source: "mini", "tiny" (random by definition), or a folder with `config.json`.
+            config: what the run chooses.
+
+        Raises: CheckpointError, ConfigError, DeviceError; before weights are read where possible.
+        """
+        config = config or EngineConfig()
+        folder = Path(source)
+        geometries: tuple[Geometry, ...] = ()
+        if str(source) in PRESET_NAMES:
+            found = preset(str(source))
+            if found.name == "tiny":
+                return cls.from_random(found.model, config)
+            if found.weights is None:
+                raise CheckpointError(
+                    f"preset {found.name} ships no weights; pass a folder of weights, or build it "
+                    "with random ones"
+                )
+            folder, geometries = found.weights, found.geometries
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; expected one with config.json")
+        model_config = read_config(folder)
+        device = resolve_device(config.device)
+        choice = _resolve_dtype(model_config, config, device)
+        check_memory(model_config, choice.dtype, available_gib(device), geometries)
+        model_hash = verify_manifest(folder)
+        text_encoder = _word_encoder(model_config)
+        model = load_model(
+            folder,
+            model_config,
+            dtype=torch_dtype(choice.dtype),
+            device=device,
+            text_encoder=text_encoder,
+        )
+        return cls(
+            model,
+            text_encoder.to(device),
+            _resolved(config, device, choice),
+            model_hash=model_hash,
+            dtype_choice=choice,
+        )
+
+    @classmethod
+    def from_random(
+        cls,
+        model_config: ModelConfig,
+        config: EngineConfig | None = None,
+        *,
+        seed: int = 0,
+        geometries: tuple[Geometry, ...] = (),
+    ) -> Engine:
+        """Build a model with random weights: for tests, and to measure speed and memory.
+
+        Args:
+            model_config: the model.
+            config: what the run chooses.
+            seed: of the weights; they repeat on the same kind of device.
+            geometries: picture sizes to name when memory does not suffice.
+
+        Raises: DeviceError before anything is allocated.
+        """
+        config = config or EngineConfig()
+        device = resolve_device(config.device)
+        choice = _resolve_dtype(model_config, config, device)
+        check_memory(model_config, choice.dtype, available_gib(device), geometries)
+        model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
+        generator = torch.Generator(device).manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            _randomize(name, parameter, generator)
+        text_encoder = _word_encoder(model_config).to(device)
+        text_encoder.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
+        label = f"random {seed} {model_config.to_json()}"
+        return cls(
+            model.requires_grad_(False).eval(),
+            text_encoder,
+            _resolved(config, device, choice),
+            model_hash="random-" + hashlib.sha256(label.encode()).hexdigest(),
+            dtype_choice=choice,
+        )
+
+    @property
+    def core(self) -> RolloutCore:
+        """The batched passes below.
+
+        Raises: StateError after `close`.
+        """
+        if self._core is None:
+            raise StateError("the engine is closed; expected calls before close()")
+        return self._core
+
+    def warm_up(self, on_progress: Callable[[WarmUpEvent], None] | None = None) -> None:
+        """Run every window shape once on a rollout that is thrown away."""
+        start_s = time.perf_counter()
+        anchor_BCTHW = torch.zeros(anchor_shape(self.model_config))
+        rollout = self.new_rollout("", anchor_BCTHW=anchor_BCTHW)
+        total = self.model_config.window_chunks
+        for done in range(total):
+            self.step(rollout, Action.still())
+            if on_progress is not None:
+                elapsed_s = time.perf_counter() - start_s
+                label = f"window of {done + 1} chunks"
+                on_progress(
+                    WarmUpEvent(done=done + 1, total=total, label=label, elapsed_s=elapsed_s)
+                )
+
+    def new_rollout(
+        self,
+        prompt: str,
+        *,
+        anchor_BCTHW: Tensor | None = None,
+        seed: int = 0,
+        epoch: int = 0,
+        draws: Draws | None = None,
+    ) -> Rollout:
+        """Start a world from a prompt and the latent of its first picture.
+
+        Args:
+            prompt: any text.
+            anchor_BCTHW: the encoded picture [1, 24, 1, H, W]; needed.
+            seed: 0 to 2^64 - 1.
+            epoch: what the chunks will carry; a reset raises it.
+            draws: random numbers from elsewhere, instead of the seed's.
+
+        Raises: ConfigError.
+        """
+        core = self.core
+        draws = draws or SeededDraws(self.model_config, seed)
+        prefix_draws = draws.prefix()
+        if anchor_BCTHW is None:
+            raise ConfigError("anchor is None; the world needs an image: pass its latent frame")
+        inputs = self._inputs(prompt, anchor_BCTHW, prefix_draws=prefix_draws)
+        return Rollout(
+            prompt=prompt,
+            seed=seed,
+            epoch=epoch,
+            draws=draws,
+            prefix_draws=prefix_draws,
+            anchor_BCTHW=anchor_BCTHW,
+            core=core.begin(inputs),
+            camera=CameraState(),
+            camera_before=CameraState(),
+        )
+
+    def set_prompt(self, rollout: Rollout, prompt: str) -> None:
+        """Change the prompt from the next chunk on; picture, silence and history stay."""
+        core = self.core
+        inputs = self._inputs(prompt, rollout.anchor_BCTHW, prefix_draws=rollout.prefix_draws)
+        core.switch_prefix(rollout.core, inputs)
+        rollout.prompt = prompt
+
+    def step(
+        self, rollout: Rollout, action: Action, *, leading_BCTHW: Tensor | None = None
+    ) -> LatentChunk:
+        """Make the next chunk.
+
+        Args:
+            rollout: moved on by one chunk.
+            action: controls over the 17 frames of the chunk.
+            leading_BCTHW: the first 0 to 4 latents where they are given, so that a chunk can be
+                made again from its middle (see `undo`).
+
+        Raises: ConfigError for leading latents of a wrong shape.
+        """
+        core, config = self.core, self.model_config
+        clock = new_clock(self.device)
+        clock.mark("begin")
+        path = integrate(rollout.camera, action, config.camera)
+        poses_T44 = torch.from_numpy(path.poses_F44[np.array(FIRST_FRAMES)])
+        views_BT44 = relative_views(poses_T44[None], torch.eye(4, dtype=torch.float64)[None])
+        draws = rollout.draws.chunk(rollout.chunk_index)
+        chunk_index = rollout.chunk_index
+        latents_BCTHW = core.denoise(
+            rollout.core,
+            draws.noise_BCTHW.to(self.device),
+            [noise.to(self.device) for noise in draws.step_noise],
+            views_BT44,
+            leading_BCTHW=None if leading_BCTHW is None else leading_BCTHW.to(self.device),
+            on_step=lambda step: clock.mark(f"step_{step}"),
+        )
+        steps = config.sampler.steps
+        clock.mark(f"step_{steps}")
+        core.refresh(rollout.core, latents_BCTHW)
+        clock.mark("end")
+        rollout.camera_before, rollout.camera = rollout.camera, path.end
+        return LatentChunk(
+            chunk_index=chunk_index,
+            epoch=rollout.epoch,
+            latents_BCTHW=latents_BCTHW,
+            poses_F44=path.poses_F44,
+            timings=StepTimings(clock=clock, steps=steps),
+        )
+
+    def undo(self, rollout: Rollout) -> None:
+        """Take the last step back, once, so that its chunk can be made again.
+
+        The chunk's random numbers are the same the second time.
+
+        Raises: StateError when there is no step to take back.
+        """
+        _ = self.core
+        rollout.core.cache.undo()
+        rollout.camera = rollout.camera_before
+
+    def close(self) -> None:
+        """Give the weights up. Calling it again does nothing."""
+        self._core = None
+
+    def _inputs(
+        self, prompt: str, anchor_BCTHW: Tensor, *, prefix_draws: PrefixDraws
+    ) -> PrefixInputs:
+        encoding = self._text_encoder.encode(prompt)
+        return make_prefix(
+            self.model_config,
+            encoding.rows_BRE.to(self.device),
+            encoding.tags_R,
+            anchor_BCTHW,
+            prefix_draws,
+        )
+
+
+def _word_encoder(config: ModelConfig) -> WordEncoder:
+    text = config.text
+    return WordEncoder(text.vocabulary, text.unknown_buckets, text.rows, config.text_dim)
+
+
+def _resolve_dtype(
+    model_config: ModelConfig, config: EngineConfig, device: torch.device
+) -> DtypeChoice:
+    if config.dtype != "auto":
+        return DtypeChoice(dtype=config.dtype)
+    choice = choose_dtype(model_config, device)
+    _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
+    return choice
+
+
+def _resolved(config: EngineConfig, device: torch.device, choice: DtypeChoice) -> EngineConfig:
+    return dataclasses.replace(config, device=str(device), dtype=choice.dtype)
+
+
+def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Fill a parameter so that activations keep their size: norms near 1, linears 1/sqrt(width)."""
+    if parameter.ndim == 1:
+        parameter.data.normal_(0.0, 0.05, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            parameter.data.add_(1.0)
+        return
+    parameter.data.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+
+
+def _compile_blocks(model: MiniMaxH3Transformer) -> None:
+    """Compile the halves of the blocks before and after attention; the eager code stays as is."""
+    from graphs.compile import compile_module
+
+    for block in model.transformer_blocks:
+        for half in ("project", "finish"):
+            setattr(block, half, compile_module(getattr(block, half)))
