@@ -5,6 +5,7 @@ Owns the grammar, its reader and the cut into actions of one chunk each. Two for
     w*34 wd*17 left*17 w+boost*20 -*5      each item: keys, `*`, number of frames (24 a second)
     {"frame": 0, "keys": ["w"]}            JSON lines: what is held from this frame on
     {"frame": 34, "keys": ["w", "left"]}   (`time_s` may stand instead of `frame`)
+    {"frame": 51, "prompt": "snow"}        a new prompt, from the first chunk that begins then
 
 Keys: w a s d (walk), left right up down (look), boost or shift (faster), `-` or none (nothing).
 `+` joins keys; letters of w a s d may also be written together. A file may hold either form; in the
@@ -63,6 +64,8 @@ class KeyScript:
 
     spans: tuple[KeySpan, ...]
     held_after: frozenset[str] = frozenset()
+    prompts: tuple[tuple[int, str], ...] = ()
+    """(frame, new prompt), in order."""
 
     @property
     def frame_count(self) -> int:
@@ -81,6 +84,12 @@ class KeyScript:
                 yield span.keys
         while True:
             yield self.held_after
+
+    def prompt_for(self, chunk_index: int) -> str | None:
+        """Return the prompt that takes over at this chunk, or None."""
+        begin = chunk_index * FRAMES_PER_CHUNK
+        due = [text for frame, text in self.prompts if begin - FRAMES_PER_CHUNK < frame <= begin]
+        return due[-1] if due else None
 
     def actions(self, chunk_count: int) -> Iterator[Action]:
         """One action for each of `chunk_count` chunks."""
@@ -145,21 +154,25 @@ def parse_timed_keys(text: str) -> KeyScript:
         ConfigError: names the line and what is allowed.
     """
     spans: list[KeySpan] = []
+    prompts: list[tuple[int, str]] = []
     held: frozenset[str] = frozenset()
     last_frame = 0
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        frame, keys = _timed_line(line, number)
-        if frame < last_frame:
+        state = _timed_line(line, f"actions, line {number}")
+        if state.frame < last_frame:
             raise ConfigError(
-                f"actions, line {number}: frame {frame} comes after frame {last_frame}; "
+                f"actions, line {number}: frame {state.frame} comes after frame {last_frame}; "
                 "allowed: frames that do not go back"
             )
-        if frame > last_frame:
-            spans.append(KeySpan(keys=held, frame_count=frame - last_frame))
-        held, last_frame = keys, frame
-    return KeyScript(spans=tuple(spans), held_after=held)
+        if state.frame > last_frame:
+            spans.append(KeySpan(keys=held, frame_count=state.frame - last_frame))
+        last_frame = state.frame
+        held = held if state.keys is None else state.keys
+        if state.prompt is not None:
+            prompts.append((state.frame, state.prompt))
+    return KeyScript(spans=tuple(spans), held_after=held, prompts=tuple(prompts))
 
 
 def _names_a_file(value: str) -> bool:
@@ -199,25 +212,49 @@ def _keys(names: list[str], where: str) -> frozenset[str]:
     return frozenset(controls)
 
 
-def _timed_line(line: str, number: int) -> tuple[int, frozenset[str]]:
-    where = f"actions, line {number}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TimedState:
+    """One JSON line; what it does not name stays as it was."""
+
+    frame: int
+    keys: frozenset[str] | None
+    prompt: str | None
+
+
+def _timed_line(line: str, where: str) -> _TimedState:
     try:
         data = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {_shown(line)}") from error
-    if not isinstance(data, dict) or set(data) not in ({"frame", "keys"}, {"time_s", "keys"}):
-        raise ConfigError(f'{where}: allowed: {{"frame": 0, "keys": ["w"]}}, or time_s for frame')
-    names = data["keys"]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(data, dict) or len(data.keys() & {"frame", "time_s"}) != 1:
+        raise ConfigError(f"{where} has no point of time; allowed: either frame or time_s")
+    unknown = data.keys() - {"frame", "time_s", "keys", "prompt"}
+    if unknown or not data.keys() & {"keys", "prompt"}:
+        wrong = _shown(min(unknown)) if unknown else "nothing to do"
+        raise ConfigError(f"{where}: {wrong}; allowed: keys, prompt")
+    names, prompt = data.get("keys"), data.get("prompt")
+    if "keys" in data and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
         raise ConfigError(f"{where}: keys is {_shown(str(names))}; allowed: a list of key names")
-    time = data.get("frame", data.get("time_s"))
-    if isinstance(time, bool) or not isinstance(time, int if "frame" in data else (int, float)):
-        raise ConfigError(f"{where}: {_shown(str(time))} is no point of time; allowed: a number")
-    frame_limit = FRAME_COUNT_LIMIT if "frame" in data else FRAME_COUNT_LIMIT / FRAMES_PER_SECOND
-    if not 0 <= time <= frame_limit:
-        raise ConfigError(f"{where}: {_shown(str(time))} is outside 0 to {frame_limit:.0f}")
-    frame = time if "frame" in data else round(time * FRAMES_PER_SECOND)
-    return int(frame), _keys(names, where)
+    if "prompt" in data and not isinstance(prompt, str):
+        raise ConfigError(f"{where}: prompt is {_shown(str(prompt))}; allowed: text")
+    return _TimedState(
+        frame=_frame(data, where),
+        keys=None if names is None else _keys(names, where),
+        prompt=prompt,
+    )
+
+
+def _frame(data: dict[str, object], where: str) -> int:
+    name = "frame" if "frame" in data else "time_s"
+    value = data[name]
+    limit = FRAME_COUNT_LIMIT if name == "frame" else FRAME_COUNT_LIMIT // FRAMES_PER_SECOND
+    is_number = isinstance(value, int if name == "frame" else (int, float))
+    if isinstance(value, bool) or not is_number or not 0 <= value <= limit:  # type: ignore[operator]
+        raise ConfigError(f"{where}: {name} is {_shown(str(value))}; allowed: 0 to {limit}")
+    assert isinstance(value, int | float)
+    return int(value) if name == "frame" else round(value * FRAMES_PER_SECOND)
 
 
 def _shown(text: str) -> str:

@@ -72,15 +72,27 @@ class TraceChunk:
     digest: str
 
     def action(self) -> Action:
-        """Return the action as it was, to the last bit."""
+        """Return the action as it was, to the last bit.
+
+        Raises:
+            ConfigError: an axis or a value that no action has.
+        """
         import numpy as np
 
         from engine.types import AXES, Action
 
         axes_FA = np.zeros((FRAMES_PER_CHUNK, len(AXES)))
         for frame, axes in self.held:
+            if not axes.keys() <= set(AXES):
+                raise ConfigError(
+                    f"trace, chunk {self.chunk_index}: axes {', '.join(axes)}; "
+                    f"allowed: {', '.join(AXES)}"
+                )
             axes_FA[frame:] = [axes.get(name, 0.0) for name in AXES]
-        return Action(axes_FA)
+        try:
+            return Action(axes_FA)
+        except ConfigError as error:
+            raise ConfigError(f"trace, chunk {self.chunk_index}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +215,7 @@ def read_trace(path: str | Path) -> Trace:
                 end = TraceEnd(**{key: value for key, value in data.items() if key != "type"})
             else:
                 chunks.append(_chunk(data, len(chunks)))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{where}, line {number}: {error}") from error
     return Trace(header=header, chunks=tuple(chunks), end=end, is_torn=is_torn)
 
@@ -253,14 +265,16 @@ def _header(data: dict[str, Any], where: str) -> TraceHeader:
 def _chunk(data: dict[str, Any], expected_index: int) -> TraceChunk:
     if data["chunk_index"] != expected_index:
         raise ValueError(f"chunk_index is {data['chunk_index']}; expected {expected_index}")
-    held = tuple((int(frame), dict(axes)) for frame, axes in data["held"])
+    held = tuple(
+        (int(frame), {str(name): float(value) for name, value in axes.items()})
+        for frame, axes in data["held"]
+    )
     frames = [frame for frame, _ in held]
     if not frames or frames[0] != 0 or frames != sorted(set(frames)) or frames[-1] > 16:
         raise ValueError(f"held begins at frames {frames}; allowed: 0, then rising to 16 at most")
-    chunk = TraceChunk(
-        chunk_index=expected_index,
-        held=held,
-        prompt=data.get("prompt"),
-        digest=str(data["digest"]),
+    prompt = data.get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise ValueError(f"prompt is {prompt!r}; allowed: text")
+    return TraceChunk(
+        chunk_index=expected_index, held=held, prompt=prompt, digest=str(data["digest"])
     )
-    return chunk

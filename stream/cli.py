@@ -1,0 +1,197 @@
+"""Command line: `worldstream generate`, `worldstream replay`.
+
+Owns options, messages, exit codes: 0 ok, 1 failure, 2 bad usage or input, 3 environment (device,
+memory, weights), 130 stopped by Ctrl-C. Results go to stdout, progress and messages to stderr; a
+message is one line. Nothing heavy is imported before a command has checked its input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from engine.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    UnsupportedError,
+    WorldStreamError,
+)
+from stream.generate import Made, generate
+from stream.jobs import File, Job, JobOptions, options_from_json, plan, plan_outputs, read_batch
+from stream.replay import plan_replay, replay
+from stream.trace import read_trace, trace_path
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_ENVIRONMENT, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Make a video of a world from a picture, a prompt and held keys."""
+
+    job: tyro.conf.OmitArgPrefixes[JobOptions]
+    batch: File = None
+    """File with one job a line: the options above as keys of a JSON object."""
+
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+
+    def run(self) -> int:
+        """Make one video, or those of a batch."""
+        if self.batch is not None:
+            return _run_batch(self.batch, self.job)
+        job = plan(self.job)
+        from stream.worlds import ModelCache
+
+        made = generate(job, ModelCache())
+        _print_made(made, job)
+        return EXIT_INTERRUPTED if made.is_interrupted else EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Make the latents of a trace again and compare their digest with the recorded one."""
+
+    trace: tyro.conf.Positional[str]
+    """NAME.trace.jsonl."""
+    out: File = None
+    """Video to write; without it only latents are made."""
+    png: File = None
+    """Folder for numbered PNG files (with --out)."""
+    gif: File = None
+    """Animated GIF to write (with --out)."""
+    image: File = None
+    """Where the first picture is now, if it moved."""
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+    force: bool = False
+    """Replay with other weights or another picture; replace files that exist."""
+
+    def run(self) -> int:
+        """Replay, print both digests, fail where they differ."""
+        if self.out is None and (self.png is not None or self.gif is not None):
+            raise ConfigError("png, gif: given without out; allowed with --out NAME.mp4")
+        outputs = None
+        if self.out is not None:
+            outputs = plan_outputs(self.out, png=self.png, gif=self.gif, force=self.force)
+        trace = read_trace(self.trace)
+        ready = plan_replay(
+            trace,
+            Path(self.trace).parent,
+            image=self.image,
+            outputs=outputs,
+            force=self.force,
+        )
+        if trace.is_torn or trace.end is None:
+            _say("note: the trace broke off; replaying the chunks that it holds")
+
+        from stream.worlds import ModelCache
+
+        result = replay(ready, ModelCache())
+        for warning in result.warnings:
+            _say(f"warning: {warning}")
+        made = result.made
+        for path in made.paths:
+            print(path)
+        print(f"{made.digest_of} sha256 {made.digest}")
+        if result.first_difference is not None:
+            _say(f"error: {made.digest_of} differ from chunk {result.first_difference} on")
+            return EXIT_FAILURE
+        print(f"same as recorded: {made.chunk_count} of {len(trace.chunks)} chunks")
+        return EXIT_INTERRUPTED if made.is_interrupted else EXIT_OK
+
+
+Command = (
+    Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Replay, tyro.conf.subcommand("replay")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    command = tyro.cli(
+        Command,
+        prog="worldstream",
+        description="A streaming world model: picture, prompt and held keys become video.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    if command.verbose:
+        from stream.logs import configure_logs
+
+        configure_logs()
+    try:
+        return command.run()
+    except (WorldStreamError, OSError) as error:
+        _say(f"error: {_one_line(error)}")
+        return _exit_code(error)
+    except KeyboardInterrupt:
+        _say("error: interrupted")
+        return EXIT_INTERRUPTED
+
+
+def _run_batch(path: str, defaults: JobOptions) -> int:
+    """Run the jobs of a file one after the other; a bad one does not stop the rest."""
+    lines = read_batch(path)
+    from stream.worlds import ModelCache
+
+    models = ModelCache()
+    failed: list[int] = []
+    done_count = 0
+    for number, line in lines:
+        try:
+            job = plan(options_from_json(line, defaults))
+            made = generate(job, models)
+        except (WorldStreamError, OSError) as error:
+            failed.append(number)
+            _say(f"error: line {number}: {_one_line(error)}")
+            continue
+        done_count += 1
+        _print_made(made, job)
+        if made.is_interrupted:
+            _say(f"stopped: {done_count} of {len(lines)} jobs done, {len(failed)} failed")
+            return EXIT_INTERRUPTED
+    listed = f" (lines {', '.join(map(str, failed))})" if failed else ""
+    print(f"batch: {done_count} of {len(lines)} jobs done, {len(failed)} failed{listed}")
+    return EXIT_FAILURE if failed else EXIT_OK
+
+
+def _print_made(made: Made, job: Job) -> None:
+    for path in made.paths:
+        print(path)
+    print(trace_path(job.outputs.video))
+    if not made.paths:
+        _say(f"note: no decoder for preset {job.world.preset}; wrote the trace, no video")
+    if made.is_interrupted:
+        _say(f"stopped after {made.chunk_count} of {job.chunk_count} chunks")
+    speed = f"{made.frames_per_second:.1f} fps on {made.device}"
+    print(f"{made.chunk_count} chunks, {made.frame_count} frames, {speed}")
+    print(f"{made.digest_of} sha256 {made.digest}", flush=True)
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, ConfigError):
+        return EXIT_USAGE
+    if isinstance(error, (DeviceError, CheckpointError, UnsupportedError)):
+        return EXIT_ENVIRONMENT
+    return EXIT_FAILURE
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return " ".join(f"{where}{error.strerror}".split())
+    return " ".join(str(error).split())
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

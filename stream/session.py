@@ -1,0 +1,154 @@
+"""Session: what makes frames (a world), stepped chunk by chunk, under an epoch.
+
+Owns the order of calls, the epoch, the digest of what was made. A `World` is the engine with its
+decoder, or the renderer of the small world; every command and the service use the same `Session`.
+Invariants: one step at a time and to its end; after `reset` frames of the old epoch no longer come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from engine.config import FRAMES_PER_LATENT, Geometry
+from engine.errors import StateError
+from stream.trace import Digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.engine import Engine
+    from engine.rollout import Rollout
+    from engine.types import Action
+    from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
+
+LATENTS_PER_CHUNK = len(FRAMES_PER_LATENT)
+
+
+class World(Protocol):
+    """Turns actions into frames; holds one rollout at a time."""
+
+    geometry: Geometry
+    has_frames: bool
+    """Whether steps yield frames; without a decoder there are latents only."""
+    digest_of: str
+    """What the digest is taken over: "latents", or "frames" where there are none."""
+    model_hash: str
+    device: str
+    dtype: str
+    note: str
+    """How device and dtype were chosen, in a phrase; empty where there was no choice."""
+
+    def begin(self, prompt: str, seed: int, digest: Digest) -> None:
+        """Start a rollout; what it makes goes into `digest`."""
+
+    def set_prompt(self, prompt: str) -> None:
+        """Change the prompt from the next chunk on."""
+
+    def step(self, action: Action) -> Iterator[FrameChunk]:
+        """Make one chunk and yield its frames, latent by latent."""
+
+
+class ModelWorld:
+    """Engine and decoder, and the latent of the picture that rollouts start from."""
+
+    def __init__(
+        self, engine: Engine, decoder: StreamingDecoder | None, *, anchor_BCTHW: Tensor
+    ) -> None:
+        self.geometry = engine.model_config.geometry
+        self.has_frames = decoder is not None
+        self.digest_of = "latents"
+        self.model_hash = engine.model_hash
+        self.device = str(engine.device)
+        self.dtype = str(engine.dtype).removeprefix("torch.")
+        self.note = engine.dtype_choice.reason
+        self._engine = engine
+        self._decoder = decoder
+        self._anchor_BCTHW = anchor_BCTHW
+        self._rollout: Rollout | None = None
+        self._decoder_state: DecoderState | None = None
+        self._digest = Digest()
+
+    def begin(self, prompt: str, seed: int, digest: Digest) -> None:
+        """Start a rollout and an empty decoder state."""
+        self._digest = digest
+        self._rollout = self._engine.new_rollout(prompt, anchor_BCTHW=self._anchor_BCTHW, seed=seed)
+        self._decoder_state = self._decoder.new_state() if self._decoder else None
+
+    def set_prompt(self, prompt: str) -> None:
+        """Change the prompt; history keeps what it showed."""
+        self._engine.set_prompt(self._begun(), prompt)
+
+    def step(self, action: Action) -> Iterator[FrameChunk]:
+        """Make one chunk; its latents enter the digest before the first frame comes out."""
+        latents_BCTHW = self._engine.step(self._begun(), action).latents_BCTHW
+        self._digest.update(latents_BCTHW)
+        if self._decoder is None or self._decoder_state is None:
+            return
+        for index in range(LATENTS_PER_CHUNK):
+            yield self._decoder.decode(self._decoder_state, latents_BCTHW[:, :, index])
+
+    def _begun(self) -> Rollout:
+        if self._rollout is None:
+            raise StateError("world: no rollout; expected begin() first")
+        return self._rollout
+
+
+class Session:
+    """One person's use of a world.
+
+    Args:
+        world: used by this session only, until the session is given up.
+        prompt: what the world looks like, in words.
+        seed: 0 to 2**64 - 1; the same seed, prompt, picture and actions make the same frames.
+    """
+
+    def __init__(self, world: World, *, prompt: str, seed: int) -> None:
+        self._world = world
+        self._prompt = prompt
+        self._seed = seed
+        self._is_stepping = False
+        self.epoch = -1
+        self.chunk_index = 0
+        self.digest = Digest()
+        self.reset()
+
+    @property
+    def world(self) -> World:
+        """What makes the frames."""
+        return self._world
+
+    def reset(self, prompt: str | None = None, *, seed: int | None = None) -> int:
+        """Begin anew at the first picture and return the new epoch."""
+        self._prompt = self._prompt if prompt is None else prompt
+        self._seed = self._seed if seed is None else seed
+        self.epoch += 1
+        self.chunk_index = 0
+        self._is_stepping = False
+        self.digest = Digest()
+        self._world.begin(self._prompt, self._seed, self.digest)
+        return self.epoch
+
+    def switch_prompt(self, prompt: str) -> None:
+        """Change the prompt from the next chunk on."""
+        if self._is_stepping:
+            raise StateError("switch_prompt: a step is under way; expected its last frame first")
+        self._prompt = prompt
+        self._world.set_prompt(prompt)
+
+    def step(self, action: Action) -> Iterator[FrameChunk]:
+        """Make one chunk and yield its frames as each latent is decoded.
+
+        Raises:
+            StateError: the frames of the step before were not taken to the end.
+        """
+        if self._is_stepping:
+            raise StateError("step: a step is under way; expected its last frame first")
+        epoch = self.epoch
+        self._is_stepping = True
+        for frames in self._world.step(action):
+            yield frames
+            if epoch != self.epoch:
+                return
+        self._is_stepping = False
+        self.chunk_index += 1
