@@ -87,6 +87,18 @@ class _Builder:
             P.BRIGHTNESS: self.u(0.85, 1.1), P.PATTERN: P.FOLIAGE,
         })  # fmt: skip
 
+    def spruce(self, probability: float = 0.95) -> None:
+        spot, height, half = self.spot(probability), self.u(2.0, 3.4), self.u(0.6, 0.9)
+        angle = self.u(0.0, math.pi)
+        self.box(spot, {
+            P.HEIGHT: 0.6, P.A: 0.14, P.B: 0.14, P.ANGLE: angle, P.COLOUR: P.WOOD,
+        })  # fmt: skip
+        self.box(spot, {
+            P.BASE: 0.4, P.HEIGHT: height, P.A: half, P.B: half, P.ANGLE: angle, P.TAPER: 0.0,
+            P.COLOUR: self.pick(P.LEAF_A, P.LEAF_B), P.BRIGHTNESS: self.u(0.9, 1.15),
+            P.PATTERN: P.FOLIAGE,
+        })  # fmt: skip
+
     def cypress(self, probability: float = 0.9) -> None:
         self.frustum(self.spot(probability), {
             P.HEIGHT: self.u(1.6, 3.0), P.A: self.u(0.45, 0.65), P.B: 0.0,
@@ -227,7 +239,8 @@ def _forest(b: _Builder) -> None:
     _repeat(3, b.bush)
     b.rock(0.8)
     b.house(0.6)
-    _repeat(3, b.standing_stone)
+    _repeat(5, b.spruce)
+    _repeat(2, lambda: b.standing_stone(0.6))
 
 
 def _city(b: _Builder) -> None:
@@ -247,6 +260,7 @@ def _ruins(b: _Builder) -> None:
     b.pyramid()
     _repeat(4, lambda: b.rock(0.8, 0.8))
     b.orb(0.6)
+    _repeat(3, b.bush)
 
 
 def _rocks(b: _Builder) -> None:
@@ -255,6 +269,8 @@ def _rocks(b: _Builder) -> None:
     _repeat(7, b.standing_stone)
     _repeat(2, b.pyramid)
     _repeat(7, b.spire)
+    _repeat(3, b.wall)
+    _repeat(5, b.column)
 
 
 def _lake(b: _Builder) -> None:
@@ -263,6 +279,7 @@ def _lake(b: _Builder) -> None:
     _repeat(2, b.bush)
     _repeat(3, lambda: b.rock(0.9, 0.8))
     _repeat(2, b.house)
+    _repeat(3, b.spruce)
     _repeat(2, b.standing_stone)
     _repeat(3, b.cypress)
 

@@ -7,7 +7,7 @@ same tables and the same formulas drive `render_triton`.
 Shapes: C clips, F frames, G pictures, H, W picture, S style numbers, L lit pixels of one picture.
 """
 
-from dataclasses import dataclass
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -24,16 +24,35 @@ _FAR = 1e6
 _GROUND_STEP = 1e-3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rendered:
-    """Pictures with the share of solid pixels per cell."""
-
-    frames_CFCHW: Tensor
-    coverage_CFHW: Tensor
-    """[C, F, H/16, W/16] in 0..1; solids that fade in the distance count by their opacity."""
-
-
 Style = Tensor | tuple[Tensor, Tensor]
+
+
+@overload
+def render(
+    scenes: Scenes,
+    c2w_CF44: Tensor,
+    style: Style,
+    *,
+    height: int = ...,
+    width: int = ...,
+    supersample: int = ...,
+    dtype: torch.dtype = ...,
+    coverage: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def render(
+    scenes: Scenes,
+    c2w_CF44: Tensor,
+    style: Style,
+    *,
+    height: int = ...,
+    width: int = ...,
+    supersample: int = ...,
+    dtype: torch.dtype = ...,
+    coverage: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def render(
@@ -45,29 +64,16 @@ def render(
     width: int = 256,
     supersample: int = 2,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    coverage: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Render pictures [C, F, 3, H, W] in 0..1 on the scenes' device.
 
     style: [C, S], [C, F, S], or (styles [C, K, S], index [C, F]).
+    coverage: also return the share of solid pixels in each 16 x 16 cell [C, F, H/16, W/16];
+    solids that dissolve in the distance count by their opacity.
+
     Raises: ValueError when shapes disagree.
     """
-    rendered = render_with_coverage(
-        scenes, c2w_CF44, style, height=height, width=width, supersample=supersample, dtype=dtype
-    )
-    return rendered.frames_CFCHW
-
-
-def render_with_coverage(
-    scenes: Scenes,
-    c2w_CF44: Tensor,
-    style: Style,
-    *,
-    height: int = 160,
-    width: int = 256,
-    supersample: int = 2,
-    dtype: torch.dtype = torch.float32,
-) -> Rendered:
-    """Render pictures and the share of solid pixels in each 16 x 16 cell."""
     clips, frames = c2w_CF44.shape[:2]
     if clips != len(scenes):
         raise ValueError(f"c2w: {clips} clips; scenes: {len(scenes)}; they must be equal")
@@ -84,14 +90,12 @@ def render_with_coverage(
     if device.type == "cuda":
         from miniworld.render_triton import render_tables as cast
     else:
-        cast = _render_tables
-    pictures, coverage = cast(
+        cast = render_tables
+    pictures, covered = cast(
         tables, height=height, width=width, supersample=supersample, dtype=dtype
     )
-    return Rendered(
-        frames_CFCHW=pictures.unflatten(0, (clips, frames)),
-        coverage_CFHW=coverage.unflatten(0, (clips, frames)),
-    )
+    frames_CFCHW = pictures.unflatten(0, (clips, frames))
+    return (frames_CFCHW, covered.unflatten(0, (clips, frames))) if coverage else frames_CFCHW
 
 
 def _styles_per_frame(style: Style, clips: int, frames: int, device: torch.device) -> Tensor:
@@ -110,7 +114,7 @@ def _styles_per_frame(style: Style, clips: int, frames: int, device: torch.devic
     return style_CFS.flatten(0, 1).float()
 
 
-def _render_tables(
+def render_tables(
     tables: FrameTables, *, height: int, width: int, supersample: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Render every picture of the tables: [G, 3, H, W] and coverage [G, H/16, W/16]."""
@@ -253,7 +257,7 @@ class _Picture:
         ridge = ridge.clamp(min=0.006)
         slope = du * flat
         share = (slope / ridge).clamp(0.0, 1.0)
-        thick = (0.25 + 0.6 * share) * (-16.0 * self.style[S.FOG]).exp()
+        thick = (0.50 + 0.38 * share) * (-16.0 * self.style[S.FOG]).exp()
         hill = haze + thick * (self._rgb(S.HILL) - haze)
         return torch.where(slope < ridge, hill, sky)
 
@@ -267,7 +271,7 @@ class _Picture:
         unit = 2.0 * torch.pi / P.PERIOD
         wx, wz = (x + frame[T.CAMERA_X]) * unit, (z + frame[T.CAMERA_Z]) * unit
         check = (3.0 * (8.0 * wx + phase[0]).sin() * (8.0 * wz + phase[1]).sin()).clamp(-1.0, 1.0)
-        check = 0.5 + 0.5 * check * (-0.1 * t).exp()
+        check = 0.5 + 0.5 * check * (-0.09 * t).exp()
         blotch = 0.5 * (2.0 * wx + phase[2]).sin() * (2.0 * wz + phase[3]).sin()
         blotch = blotch + 0.3 * (5.0 * wx - 3.0 * wz + phase[4]).sin()
         tone = 1.0 + 0.12 * blotch * (-0.04 * t).exp()

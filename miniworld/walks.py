@@ -25,7 +25,7 @@ PITCH_LIMIT_RAD = 0.25
 CLEARANCE = 0.35
 """Least distance between the eye and a solid, world units."""
 
-_START_CANDIDATES = 12
+_START_CANDIDATES = 24
 
 
 def key_scripts(count: int, frames: int, generator: torch.Generator) -> Tensor:
@@ -146,7 +146,7 @@ class Obstacles:
             < 1.1
         ).any(1)
         visible = ((gap > 2.2) & (gap < 8.0) & (cosine > 0.75)).sum(1)
-        return visible.clamp(max=5).double() - 10.0 * (is_blocked | is_wet).double()
+        return visible.clamp(max=7).double() - 10.0 * (is_blocked | is_wet).double()
 
 
 def choose_starts(obstacles: Obstacles, count: int, generator: torch.Generator) -> Tensor:
