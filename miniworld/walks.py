@@ -86,7 +86,7 @@ class Obstacles:
     """What the eye cannot walk through: solids that are present and start below eye height."""
 
     def __init__(self, rows_CNP: Tensor, ponds_CQ4: Tensor) -> None:
-        rows = rows_CNP.double()
+        rows = self._rows = rows_CNP.double()
         self._centre = rows[..., [P.X, P.Z]]
         low = rows[..., P.BASE] < EYE_HEIGHT + 0.2
         self._is_solid = (rows[..., P.PRESENT] > 0.0) & low
@@ -125,11 +125,9 @@ class Obstacles:
 
     def repeat(self, times: int) -> "Obstacles":
         """Return the same obstacles for `times` candidates a clip, candidate index fastest."""
-        twin = object.__new__(Obstacles)
-        twin._boxes = self._boxes
-        for name in ("_centre", "_is_solid", "_half", "_cos", "_sin", "radius", "_ponds"):
-            setattr(twin, name, getattr(self, name).repeat_interleave(times, 0))
-        return twin
+        return Obstacles(
+            self._rows.repeat_interleave(times, 0), self._ponds.repeat_interleave(times, 0)
+        )
 
     def view_score(self, position_C2: Tensor, heading_C: Tensor) -> Tensor:
         """Rate a standpoint [C]: things at a middle distance ahead, nothing in one's face."""
@@ -139,14 +137,15 @@ class Obstacles:
         cosine = (offset * ahead[:, None]).sum(-1) / distance
         gap = torch.where(self._is_solid, distance - self.radius, torch.inf)
         is_blocked = ((gap < 1.8) & (cosine > 0.6)).any(1)
-        is_wet = (
-            (wrap(position_C2[:, None] - self._ponds[..., :2]) / (self._ponds[..., 2:] + 1e-6))
-            .square()
-            .sum(-1)
-            < 1.1
-        ).any(1)
+        to_pond = wrap(self._ponds[..., :2] - position_C2[:, None])
+        is_pond = self._ponds[..., 2] > 0.0
+        shore = to_pond.norm(dim=-1) - self._ponds[..., 2]
+        facing = (to_pond * ahead[:, None]).sum(-1) > 0.75 * to_pond.norm(dim=-1)
+        is_wet = (is_pond & (shore < 0.2)).any(1)
+        sees_water = (is_pond & facing & (shore < 5.0)).any(1)
         visible = ((gap > 2.2) & (gap < 8.0) & (cosine > 0.75)).sum(1)
-        return visible.clamp(max=7).double() - 10.0 * (is_blocked | is_wet).double()
+        score = visible.clamp(max=7).double() + 2.0 * sees_water.double()
+        return score - 10.0 * (is_blocked | is_wet).double()
 
 
 def choose_starts(obstacles: Obstacles, count: int, generator: torch.Generator) -> Tensor:
