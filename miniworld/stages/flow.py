@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.denoise import denoise_times
+from engine.denoise import model_times
 from engine.model.dit import MiniMaxH3Transformer
 from engine.text import WordEncoder
 from miniworld.stages.latents import ClipCache, LatentClips
@@ -235,7 +235,7 @@ def flow_batch(
 
     u_BN = uniform(batch, chunks)
     sigma_BN = recipe.shift * u_BN / (1 + (recipe.shift - 1) * u_BN)
-    grid = torch.tensor(denoise_times(config.sampler), device=device)
+    grid = model_times(config.sampler).to(device)
     grid_BN = grid[(uniform(batch, chunks) * len(grid)).long().clamp(max=len(grid) - 1)]
     t_BN = torch.where(uniform(batch, chunks) < recipe.grid_share, grid_BN, 1 - sigma_BN)
 
