@@ -112,16 +112,16 @@ def _cache(args: argparse.Namespace, config: ModelConfig, ranks: Ranks, log: Log
     )
 
 
-def _vae(args: argparse.Namespace, log: Log) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _vae(args: argparse.Namespace, ranks: Ranks, log: Log) -> None:
     train_vae(
         args.out,
         budget_s=args.budget_seconds,
         seed=args.seed,
-        device=device,
+        device=ranks.device,
         batch=args.batch,
         resume=args.resume,
         log=log,
+        ranks=ranks,
     )
 
 
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     log = logger(args.out / f"{args.stage}.log", quiet=not ranks.is_first)
     log(json.dumps({k: str(v) for k, v in vars(args).items()} | {"processes": ranks.count}))
     if args.stage == "vae":
-        _vae(args, log)
+        _vae(args, ranks, log)
     elif args.stage == "flow":
         _flow(args, ranks, log)
     else:
