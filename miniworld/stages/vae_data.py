@@ -2,7 +2,7 @@
 
 Owns: pools of clips, batches by step number, the held-out clips.
 Invariant: a batch depends on (seed, step) alone, so that a resumed run sees the same data.
-Legend: C clips, T frames, H height, W width.
+Legend: C clips, T frames, H height, W width; the colour axis before H is not named.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class FeedSettings:
     """Share of clips that pan over synthetic photographs."""
     pool_clips: int = 512
     """Clips sampled at once."""
+    pool_photos: int = 64
+    """Pans over photographs drawn at once; they stay on the device as pictures."""
     pool_steps: int = 200
     """Steps that one pool serves."""
 
@@ -74,6 +76,15 @@ class _Pool:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Source:
+    """What the steps of one pool draw from."""
+
+    plain: _Pool
+    switching: _Pool
+    pans_CTHW: Tensor
+
+
 class FrameFeed:
     """Batches of frames in 0..1 by step number; the next pool is sampled in the background."""
 
@@ -85,7 +96,7 @@ class FrameFeed:
         self._seed = seed
         self._device = device
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="clip-pool")
-        self._pools: dict[int, Future[tuple[_Pool, _Pool]]] = {}
+        self._pools: dict[int, Future[_Source]] = {}
 
     def batch(self, step: int) -> Tensor:
         """Return fp32 frames `[batch, T, 3, H, crop]` of training step `step`."""
@@ -95,7 +106,8 @@ class FrameFeed:
         for index in (pool_index, pool_index + 1):
             if index not in self._pools:
                 self._pools[index] = self._worker.submit(self._sample, index)
-        pool = self._pools[pool_index].result()[step % _SWITCH_EVERY == 0]
+        source = self._pools[pool_index].result()
+        pool = source.switching if step % _SWITCH_EVERY == 0 else source.plain
         dice = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
         per_step = settings.photo_share * self._batch
         photos = math.floor((step + 1) * per_step) - math.floor(step * per_step)
@@ -103,22 +115,15 @@ class FrameFeed:
         index_C = torch.randint(0, count, (self._batch - photos,), generator=dice)
         frames = pool.render(index_C.to(self._device), settings).float()
         if photos:
-            pans = pan_clips(
-                photos,
-                frames.shape[1],
-                seed=int(torch.randint(0, 2**40, (1,), generator=dice)),
-                height=settings.height_px,
-                width=settings.width_px,
-                device=self._device,
-            )
-            frames = torch.cat([frames, pans.to(frames)])
+            chosen_C = torch.randint(0, settings.pool_photos, (photos,), generator=dice)
+            frames = torch.cat([frames, source.pans_CTHW[chosen_C.to(self._device)].float()])
         return crop_columns(frames, settings.crop_px, dice)
 
     def close(self) -> None:
         """Stop sampling ahead."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
-    def _sample(self, index: int) -> tuple[_Pool, _Pool]:
+    def _sample(self, index: int) -> _Source:
         settings = self._settings
         seed = (self._seed * 7_919 + index) * 2
         plain = sample_clips(settings.pool_clips, settings.chunks, seed)
@@ -128,7 +133,11 @@ class FrameFeed:
             seed + 1,
             switch_chunk=settings.chunks // 2,
         )
-        return _Pool.of(plain, self._device), _Pool.of(switching, self._device)
+        return _Source(
+            plain=_Pool.of(plain, self._device),
+            switching=_Pool.of(switching, self._device),
+            pans_CTHW=_pans(settings, settings.pool_photos, seed, self._device).half(),
+        )
 
 
 def crop_columns(frames_CTHW: Tensor, crop_px: int, dice: torch.Generator) -> Tensor:
@@ -160,10 +169,14 @@ def held_out_frames(
 
 def held_out_photos(settings: FeedSettings, count: int, device: torch.device) -> Tensor:
     """Return pans over photographs that no training step sees, `[count, T, 3, H, W]`."""
+    return _pans(settings, count, _HELD_OUT_SEED, device)
+
+
+def _pans(settings: FeedSettings, count: int, seed: int, device: torch.device) -> Tensor:
     return pan_clips(
         count,
         BLOCK_FRAMES * settings.chunks,
-        seed=_HELD_OUT_SEED,
+        seed=seed,
         height=settings.height_px,
         width=settings.width_px,
         device=device,
