@@ -11,3 +11,20 @@ FP32_RTOL = 1.3e-6
 # Frames of the autoencoder, 0..1, streamed against parallel in fp32: the same sums in another
 # order. 1e-5 is 0.003 grey levels; measured 3e-7 at the shipped widths.
 VAE_STREAMED_ATOL = 1e-5
+
+# Engine rollouts in fp32 against another summation order: an implementation with other shapes
+# differs by up to 8e-6 from the golden rollout (values up to about 10). The bar of the golden data.
+FP32_ROLLOUT_ATOL = 2e-5
+FP32_BLOCK_OUT_ATOL = 4e-5
+FP32_ROPE_ATOL = 2e-6
+# Positions in float64: the reference adds up spans, a closed form multiplies; 6e-14 measured.
+FP64_POSITION_ATOL = 1e-12
+# bf16 against the fp32 golden, relative to the distance of the golden's own bf16 run, RMS.
+BF16_GOLDEN_RATIO = 1.5
+# Upstream model in fp32 on random weights, per output.
+PARITY_ATOL = 1e-4
+# Vectors printed with six decimals.
+SIX_DECIMALS_ATOL = 1e-6
+# int8 rows with a scale each, uniform rounding error: 6.02 * 7 + 4.8 - peak to RMS of a row in dB;
+# a Gaussian row of 384 has a peak near 3.1 sigma (9.8 dB less 4.8 of the uniform formula).
+INT8_ROWS_SQNR_DB = 36.0
