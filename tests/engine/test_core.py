@@ -163,7 +163,11 @@ def test_moving_the_whole_world_changes_nothing_but_rounding():
 
 def test_given_history_enters_without_denoise():
     config = tiny_config()
-    core, inputs, views = RolloutCore(tiny_model(config)), random_prefix(config), walk_views(config, 2)
+    core, inputs, views = (
+        RolloutCore(tiny_model(config)),
+        random_prefix(config),
+        walk_views(config, 2),
+    )
     made = _roll(core, inputs, 2)
     state = core.begin(inputs)
     core.refresh(state, made[0], views[:, :5])
