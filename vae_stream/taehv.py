@@ -94,6 +94,20 @@ def _conv(width_in: int, width_out: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1)
 
 
+def _initialise(network: nn.Module) -> None:
+    """Keep activations at one scale; memory blocks start near the identity.
+
+    With torch's default the latents start far below the training noise, and learning is slow.
+    """
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+            if name.endswith(".out"):
+                module.weight.data.mul_(0.2)
+
+
 class MemoryBlock(nn.Module):
     """Residual block that sees the frame before: y = relu(x + out(relu(now(x) + past(x before)))).
 
@@ -156,7 +170,9 @@ class Decoder(nn.Module):
         self.to_half = _conv(fine, 2 * 4 * config.head_width)
         self.head = _conv(config.head_width, config.head_width)
         self.pixels = _conv(config.head_width, 12)
-        nn.init.constant_(self.pixels.bias, 0.5)  # type: ignore[arg-type]
+        _initialise(self)
+        self.pixels.weight.data.mul_(0.2)  # start near plain grey
+        nn.init.constant_(cast(Tensor, self.pixels.bias), 0.5)
 
     def zero_state(self, batch: int, height: int, width: int) -> list[Tensor]:
         """Return empty memories for latents of `height` x `width`."""
@@ -225,6 +241,8 @@ class Encoder(nn.Module):
         self.to_coarse = _conv(2 * middle, coarse, stride=2)
         self.coarse = nn.ModuleList(MemoryBlock(coarse) for _ in range(counts[2]))
         self.latents = _conv(coarse, config.latent_channels)
+        _initialise(self)
+        self.latents.weight.data.mul_(3.0)  # latents of order one, well above the training noise
 
     def forward(self, frames_BTCHW: Tensor) -> Tensor:
         """Encode T frames (a multiple of 4, centred on 0); unbounded `[B, T/4, C, H/16, W/16]`."""
