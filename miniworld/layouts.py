@@ -20,6 +20,8 @@ UNIFORM_COUNT = 320
 _CELLS = 6  # 36 cells of 5.3 units: things keep apart without rejection sampling
 _JITTER = 1.5
 
+_Columns = dict[int, Tensor | float]
+
 
 class _Builder:
     """Write composites of one scene kind into the primitive table, all scenes at once."""
@@ -53,7 +55,7 @@ class _Builder:
         present = (self.u() < probability) & is_dry
         return {"x": x, "z": z, "present": present.float()}
 
-    def _write(self, kind: int, spot: dict[str, Tensor], columns: dict[int, Tensor | float]) -> None:
+    def _write(self, kind: int, spot: dict[str, Tensor], columns: _Columns) -> None:
         row = self.rows[:, self._next[kind]]
         self._next[kind] += 1
         row[:, P.X], row[:, P.Z], row[:, P.PRESENT] = spot["x"], spot["z"], spot["present"]
@@ -61,13 +63,13 @@ class _Builder:
         for column, value in columns.items():
             row[:, column] = value
 
-    def box(self, spot: dict[str, Tensor], columns: dict[int, Tensor | float]) -> None:
-        self._write(0, spot, {P.TAPER: 1.0} | columns)
+    def box(self, spot: dict[str, Tensor], columns: _Columns) -> None:
+        self._write(0, spot, {P.TAPER: torch.ones(()), **columns})
 
-    def frustum(self, spot: dict[str, Tensor], columns: dict[int, Tensor | float]) -> None:
+    def frustum(self, spot: dict[str, Tensor], columns: _Columns) -> None:
         self._write(1, spot, columns)
 
-    def ellipsoid(self, spot: dict[str, Tensor], columns: dict[int, Tensor | float]) -> None:
+    def ellipsoid(self, spot: dict[str, Tensor], columns: _Columns) -> None:
         self._write(2, spot, columns)
 
     def round_tree(self, probability: float = 0.95) -> None:

@@ -131,7 +131,5 @@ def pan_clips(
     rows = torch.stack([half, zero, centre_x, zero, half, centre_y], -1).view(-1, 2, 3)
     grid = F.affine_grid(rows, [count * frames, 3, height, width], align_corners=False)
     flat = grid.view(count, frames * height, width, 2)
-    clips = F.grid_sample(
-        canvas, flat, mode="bilinear", padding_mode="border", align_corners=False
-    )
+    clips = F.grid_sample(canvas, flat, mode="bilinear", padding_mode="border", align_corners=False)
     return clips.view(count, 3, frames, height, width).transpose(1, 2)

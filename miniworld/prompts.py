@@ -102,7 +102,8 @@ def prompt_for(rng: random.Random, place: str, kind: str, time: str) -> str:
     parts = [body, time_phrase] if rng.random() < 0.7 else [time_phrase, body]
     roll = rng.random()
     if roll < 0.12:
-        parts.insert(0, rng.choice(("a beautiful view of", "a calm scene with", "a wide view of")))
+        lead = rng.choice(("a beautiful view of", "a calm scene with", "a wide view of"))
+        parts = [lead, body, time_phrase]
     elif roll < 0.22:
         parts.append(rng.choice(("calm", "quiet", "beautiful", "old")))
     elif roll < 0.32:

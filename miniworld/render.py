@@ -21,10 +21,11 @@ from miniworld.scene import Scenes
 CELL_PX = 16
 """Edge of a coverage cell: one latent position."""
 _FAR = 1e6
-_GROUND_STEP = 1e-3
+_STEP = 1e-3
 
 
 Style = Tensor | tuple[Tensor, Tensor]
+Vector = tuple[Tensor, Tensor, Tensor]
 
 
 @overload
@@ -150,8 +151,9 @@ class _Picture:
         self.dx = (r[0] * u + (r[1] * v + r[2])[:, None]) * norm
         self.du = -(r[3] * u + (r[4] * v + r[5])[:, None]) * norm
         self.dz = (r[6] * u + (r[7] * v + r[8])[:, None]) * norm
-        self.eye = float(self.frame[T.EYE])
-        self.sun = self.frame[[T.SUN_X, T.SUN_UP, T.SUN_Z]].unbind()
+        zero = torch.zeros(())
+        self.eye: Vector = (zero, self.frame[T.EYE], zero)
+        self.sun: Vector = (self.frame[T.SUN_X], self.frame[T.SUN_UP], self.frame[T.SUN_Z])
         self.style = self.frame[T.STYLE :]
 
     def _window(self, rectangle: list[float]) -> tuple[slice, slice] | None:
@@ -164,33 +166,33 @@ class _Picture:
 
     def cast(self) -> tuple[Tensor, Tensor]:
         """Cast all rays: colours [3, h, w] and opacity of solids [h, w], supersampled."""
-        ground_t = torch.where(self.du < -1e-5, self.eye / (-self.du).clamp(min=1e-5), _FAR)
+        ground_t = torch.where(self.du < -1e-5, self.eye[1] / (-self.du).clamp(min=1e-5), _FAR)
         t, hit = ground_t.clone(), torch.full(self.size, -1, dtype=torch.int32)
         for k, rectangle in enumerate(self.rectangles):
             window = self._window(rectangle[:4])
             if window is None:
                 continue
             direction = (self.dx[window], self.du[window], self.dz[window])
-            t_new = _intersect(k, self.solids[k], (0.0, self.eye, 0.0), direction)
+            t_new = _intersect(k, self.solids[k], self.eye, direction)
             nearer = t_new < t[window]
             t[window] = torch.where(nearer, t_new, t[window])
             hit[window].masked_fill_(nearer, k)
         shadow = self._shadows(t, hit)
         colour = torch.empty(3, self.dx.numel())
-        flat = [part.flatten() for part in (self.dx, self.du, self.dz)]
+        rays: Vector = (self.dx.flatten(), self.du.flatten(), self.dz.flatten())
         t_flat, hit_flat, shadow_flat = t.flatten(), hit.flatten(), shadow.flatten()
-        is_down = flat[1] < -1e-5
+        is_down = rays[1] < -1e-5
         sky = (~is_down).nonzero()[:, 0]
-        colour[:, sky] = self._sky(*(part[sky] for part in flat))
+        colour[:, sky] = self._sky(_at(rays, sky))
         ground = is_down.nonzero()[:, 0]
         # Behind a fading solid the ground shows; it keeps the solid's own shadow value.
         colour[:, ground] = self._ground(
-            *(part[ground] for part in flat), ground_t.flatten()[ground], shadow_flat[ground]
+            _at(rays, ground), ground_t.flatten()[ground], shadow_flat[ground]
         )
         solid = (hit_flat >= 0).nonzero()[:, 0]
         opacity = torch.zeros_like(t_flat)
         lit, alpha = self._solid(
-            *(part[solid] for part in flat), t_flat[solid], hit_flat[solid], shadow_flat[solid]
+            _at(rays, solid), t_flat[solid], hit_flat[solid], shadow_flat[solid]
         )
         colour[:, solid] += alpha * (lit - colour[:, solid])
         opacity[solid] = alpha
@@ -206,7 +208,7 @@ class _Picture:
             reach = t[window].clamp(max=2.0 * P.PERIOD)
             origin = (
                 self.dx[window] * reach,
-                self.eye + self.du[window] * reach,
+                self.eye[1] + self.du[window] * reach,
                 self.dz[window] * reach,
             )
             t_sun = _intersect(k, self.solids[k], origin, self.sun)
@@ -221,31 +223,34 @@ class _Picture:
     def _rgb(self, part: slice) -> Tensor:
         return self.style[part][:, None]
 
-    def _haze(self, dx: Tensor, du: Tensor, dz: Tensor) -> Tensor:
+    def _haze(self, ray: Vector) -> Tensor:
         """The colour at the horizon in a ray's direction [3, L], warmer towards the sun."""
-        toward = dx * self.sun[0] + du * self.sun[1] + dz * self.sun[2]
+        toward = _dot(ray, self.sun)
         glow = 0.34 * self.style[S.GLOW] * ((toward - 1.0) * 7.0).exp()
         return self._rgb(S.SKY_HORIZON) + glow * self._rgb(S.LIGHT)
 
-    def _sky(self, dx: Tensor, du: Tensor, dz: Tensor) -> Tensor:
+    def _sky(self, ray: Vector) -> Tensor:
+        dx, du, dz = ray
         style, phase = self.style, self.frame[T.PHASE : T.PHASE + 8]
         up = du.clamp(min=0.0)
-        haze = self._haze(dx, du, dz)
+        haze = self._haze(ray)
         rise = (up + 1e-6).sqrt()
-        colour = haze + (1.0 - (1.0 - rise).square()) * (self._rgb(S.SKY_TOP) - self._rgb(S.SKY_HORIZON))
+        climb = self._rgb(S.SKY_TOP) - self._rgb(S.SKY_HORIZON)
+        colour = haze + (1.0 - (1.0 - rise).square()) * climb
         stretch = 1.6 / (up + 0.15)
         cx, cz = dx * stretch + phase[6], dz * stretch + phase[7]
         bumps = cx.sin() * (cz + 0.6 * (0.7 * cx).sin()).sin() + 0.5 * (1.7 * cx + 1.3 * cz).sin()
         cloud = style[S.CLOUD] * smoothstep(0.1, 1.1, bumps) * smoothstep(0.03, 0.3, up)
         white = (self._rgb(S.LIGHT) + self._rgb(S.AMBIENT)).clamp(max=1.0)
         colour = colour + cloud * (white - colour)
-        toward = dx * self.sun[0] + du * self.sun[1] + dz * self.sun[2]
+        toward = _dot(ray, self.sun)
         disc = style[S.DISC] * smoothstep(0.99863, 0.99900, toward)
         colour = colour + disc * ((1.25 * self._rgb(S.LIGHT) + 0.15).clamp(max=1.0) - colour)
-        return self._hills(colour, haze, dx, du, dz)
+        return self._hills(colour, haze, ray)
 
-    def _hills(self, sky: Tensor, haze: Tensor, dx: Tensor, du: Tensor, dz: Tensor) -> Tensor:
+    def _hills(self, sky: Tensor, haze: Tensor, ray: Vector) -> Tensor:
         """Lay a hazy ridge at infinity over the sky: a sum of harmonics of the azimuth."""
+        dx, du, dz = ray
         w = self.frame[T.PHASE_SIN : T.PHASE_SIN + 6]
         flat = (dx * dx + dz * dz + 1e-9).rsqrt()
         c1, s1 = dx * flat, dz * flat
@@ -261,9 +266,8 @@ class _Picture:
         hill = haze + thick * (self._rgb(S.HILL) - haze)
         return torch.where(slope < ridge, hill, sky)
 
-    def _ground(
-        self, dx: Tensor, du: Tensor, dz: Tensor, t: Tensor, shadow: Tensor
-    ) -> Tensor:
+    def _ground(self, ray: Vector, t: Tensor, shadow: Tensor) -> Tensor:
+        dx, du, dz = ray
         frame, style = self.frame, self.style
         x, z = dx * t, dz * t
         phase = frame[T.PHASE : T.PHASE + 8]
@@ -293,20 +297,18 @@ class _Picture:
             colour = colour + inside * (water - colour)
         reach = (x * x + z * z).sqrt()
         clear = (1.0 - smoothstep(T.FADE_START, T.FADE_END, reach)) * (-style[S.FOG] * t).exp()
-        haze = self._haze(dx, du, dz)
+        haze = self._haze(ray)
         return haze + clear * (colour - haze)
 
-    def _solid(
-        self, dx: Tensor, du: Tensor, dz: Tensor, t: Tensor, hit: Tensor, shadow: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _solid(self, ray: Vector, t: Tensor, hit: Tensor, shadow: Tensor) -> tuple[Tensor, Tensor]:
         """Colours [3, L] and opacities [L] of pixels that see a solid."""
         style = self.style
+        dx, du, dz = ray
         q = self.solids[hit.long()].T
-        x, up, z = dx * t - q[T.RX], self.eye + du * t, dz * t - q[T.RZ]
+        x, up, z = dx * t - q[T.RX], self.eye[1] + du * t, dz * t - q[T.RZ]
         rise = up - q[T.BASE]
         nx, nu, nz, across = _normals(hit, q, x, rise, z)
-        lambert = (nx * self.sun[0] + nu * self.sun[1] + nz * self.sun[2]).clamp(min=0.0)
-        lambert = lambert * (1.0 - shadow)
+        lambert = _dot((nx, nu, nz), self.sun).clamp(min=0.0) * (1.0 - shadow)
         pattern = q[T.PATTERN]
         height_share = rise / q[T.HEIGHT]
         bands = smoothstep(-0.35, 0.35, (6.0 * up).sin())
@@ -325,11 +327,19 @@ class _Picture:
         shine = style[S.LAMP_POWER] * torch.where(pattern == P.LAMP, 0.9, 0.85 * pane)
         warm = colour.new_tensor([1.0, 0.84, 0.50])[:, None]
         colour = colour + shine * (warm - colour)
-        haze = self._haze(dx, du, dz)
+        haze = self._haze(ray)
         colour = haze + (-style[S.FOG] * t).exp() * (colour - haze)
         reach = ((dx * dx + dz * dz) * t * t).sqrt()
         fade = 1.0 - smoothstep(T.FADE_START, T.FADE_END, reach)
         return colour, torch.minimum(fade, q[T.ALPHA])
+
+
+def _at(vector: Vector, index: Tensor) -> Vector:
+    return vector[0][index], vector[1][index], vector[2][index]
+
+
+def _dot(a: Vector, b: Vector) -> Tensor:
+    return a[0] * b[0] + a[1] * b[1] + a[2] * b[2]
 
 
 def _safe(value: Tensor) -> Tensor:
@@ -337,11 +347,8 @@ def _safe(value: Tensor) -> Tensor:
     return torch.where(value.abs() < 1e-6, 1e-6, value)
 
 
-Vector = tuple[Tensor | float, Tensor | float, Tensor | float]
-
-
 def _intersect(k: int, solid_K: Tensor, origin: Vector, direction: Vector) -> Tensor:
-    """Nearest distance along rays (x, up, z) to solid k, at least `_NEAREST`; `_FAR` if none."""
+    """Nearest distance along rays (x, up, z) to solid k, at least `_STEP`; `_FAR` if none."""
     q = solid_K.unbind()
     ox, oz = origin[0] - q[T.RX], origin[2] - q[T.RZ]
     rise = origin[1] - q[T.BASE]
@@ -368,7 +375,7 @@ def _meet_box(q: tuple[Tensor, ...], origin: Vector, direction: Vector) -> Tenso
         (rise - q[T.HEIGHT], du),
         (-rise, -du),
     )
-    enter, leave = torch.tensor(_GROUND_STEP), torch.tensor(_FAR)
+    enter, leave = torch.tensor(_STEP), torch.tensor(_FAR)
     is_out = torch.tensor(False)
     for outside, slope in faces:
         safe = _safe(slope)
@@ -388,19 +395,19 @@ def _meet_frustum(q: tuple[Tensor, ...], origin: Vector, direction: Vector) -> T
     a = _safe(dx * dx + dz * dz - slope * slope * du * du)
     b = ox * dx + oz * dz - slope * du * radius
     c = ox * ox + oz * oz - radius * radius
-    root = (b * b - a * c)
+    root = b * b - a * c
     is_real = root > 0.0
     root = root.clamp(min=0.0).sqrt()
     best = torch.tensor(_FAR)
     for t in ((-b - root) / a, (-b + root) / a):
         at = rise + t * du
-        ok = is_real & (t > _GROUND_STEP) & (at > 0.0) & (at < q[T.HEIGHT]) & (t < best)
+        ok = is_real & (t > _STEP) & (at > 0.0) & (at < q[T.HEIGHT]) & (t < best)
         best = torch.where(ok, t, best)
     safe = _safe(du)
     for level, disc in ((q[T.HEIGHT], q[T.B]), (0.0, q[T.A])):
         t = (level - rise) / safe
         px, pz = ox + t * dx, oz + t * dz
-        ok = (px * px + pz * pz < disc * disc) & (t > _GROUND_STEP) & (t < best)
+        ok = (px * px + pz * pz < disc * disc) & (t > _STEP) & (t < best)
         best = torch.where(ok, t, best)
     return best
 
@@ -414,7 +421,7 @@ def _meet_ellipsoid(q: tuple[Tensor, ...], origin: Vector, direction: Vector) ->
     b = ox * dx + ou * du + oz * dz
     root = b * b - a * (ox * ox + ou * ou + oz * oz - 1.0)
     t = (-b - root.clamp(min=0.0).sqrt()) / a
-    return torch.where((root > 0.0) & (t > _GROUND_STEP), t, _FAR)
+    return torch.where((root > 0.0) & (t > _STEP), t, _FAR)
 
 
 def _normals(
@@ -450,7 +457,8 @@ def _normals(
     cone_u = torch.where(on_top, 1.0, torch.where(on_bottom, -1.0, -slope * norm))
     cone_x, cone_z = torch.where(is_side, x * inv, 0.0), torch.where(is_side, z * inv, 0.0)
     half = 0.5 * height
-    gx, gu, gz = x / q[T.A].square(), (rise - half) / half.square(), z / q[T.B].clamp(min=1e-3).square()
+    safe_b = q[T.B].clamp(min=1e-3)
+    gx, gu, gz = x / q[T.A].square(), (rise - half) / half.square(), z / safe_b.square()
     inv = (gx * gx + gu * gu + gz * gz + 1e-9).rsqrt()
     nx = torch.where(is_round, gx * inv, torch.where(is_box, box_x, cone_x))
     nu = torch.where(is_round, gu * inv, torch.where(is_box, box_u, cone_u))

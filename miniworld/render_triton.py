@@ -1,13 +1,16 @@
 """The ray-caster as one Triton kernel: the same formulas as `render`, for CUDA tensors.
 
-Owns: the kernel and its launch. One program casts one 16 x 16 tile of one picture, all of its
-sub-samples, and writes the averaged colours and the tile's share of solid pixels.
+Owns: shading inside the kernel, the kernel and its launch. One program casts one 16 x 16 tile of
+one picture, all of its sub-samples, and writes the mean colours and the share of solid pixels.
 Invariants: reads only `FrameTables`; a solid whose screen rectangle misses the tile is skipped;
 float32 throughout; offsets into pictures are int64.
 
-Arguments that start with `q_`, `f_`, `p_` point at one row: a solid, a picture, a pond.
+Arguments that start or end with `_` point at one row: `f_` a picture, `q_` a solid.
 Vectors are (x, up, z), relative to the camera, up from the ground.
 """
+
+# Kernel functions have no Python types: their arguments are blocks known at compile time.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
 import triton
@@ -18,13 +21,24 @@ from miniworld import frame_tables as T
 from miniworld import primitives as P
 from miniworld import styles as S
 from miniworld.frame_tables import FrameTables
+from miniworld.triton_solids import (
+    meet_box,
+    meet_ellipsoid,
+    meet_frustum,
+    mix,
+    normal,
+    rgb,
+    shade_weight,
+    sine,
+    smooth,
+    touching,
+)
 
 _TILE_PX = 16
 
 # Constants must be constexpr to be visible inside kernels.
 _RX, _RZ, _BASE, _HEIGHT = (tl.constexpr(c) for c in (T.RX, T.RZ, T.BASE, T.HEIGHT))
-_A, _B, _COS, _SINE, _TAPER = (tl.constexpr(c) for c in (T.A, T.B, T.COS, T.SIN, T.TAPER))
-_RED, _PATTERN, _ALPHA, _SHADE = (tl.constexpr(c) for c in (T.RED, T.PATTERN, T.ALPHA, T.SHADE))
+_RED, _PATTERN, _ALPHA = (tl.constexpr(c) for c in (T.RED, T.PATTERN, T.ALPHA))
 _SOLID_COLUMNS, _POND_COLUMNS = tl.constexpr(T.SOLID_COLUMNS), tl.constexpr(T.POND_COLUMNS)
 _EYE, _CAMERA_X, _CAMERA_Z = (tl.constexpr(c) for c in (T.EYE, T.CAMERA_X, T.CAMERA_Z))
 _SUN, _PHASE, _PHASE_SIN = (tl.constexpr(c) for c in (T.SUN_X, T.PHASE, T.PHASE_SIN))
@@ -43,159 +57,31 @@ _BANDS, _WINDOWS, _FOLIAGE, _LAMP = (
 _BOXES, _FRUSTUMS, _ELLIPSOIDS, _PONDS = (
     tl.constexpr(n) for n in (P.BOX_COUNT, P.FRUSTUM_COUNT, P.ELLIPSOID_COUNT, P.POND_COUNT)
 )
-_FRUSTUM_START, _ELLIPSOID_START = (
-    tl.constexpr(n) for n in (P.FRUSTUM_START, P.ELLIPSOID_START)
-)
+_FRUSTUM_START, _ELLIPSOID_START = (tl.constexpr(n) for n in (P.FRUSTUM_START, P.ELLIPSOID_START))
 _SOLIDS = tl.constexpr(P.PRIMITIVE_COUNT)
-_LANES = tl.constexpr(16)  # one lane a solid while rectangles are tested; each kind fits
 _FADE_START, _FADE_END = tl.constexpr(T.FADE_START), tl.constexpr(T.FADE_END)
-_SHADOW_START, _SHADOW_END = tl.constexpr(T.SHADOW_START), tl.constexpr(T.SHADOW_END)
 _PERIOD = tl.constexpr(P.PERIOD)
 _WAVE = tl.constexpr(2.0 * torch.pi / P.PERIOD)
 _PANE_ACROSS, _PANE_UP = tl.constexpr(torch.pi / 0.8), tl.constexpr(2.0 * torch.pi / 0.95)
-_QUARTER, _HALF_TURN, _TURN = (tl.constexpr(n * torch.pi) for n in (0.5, 1.0, 2.0))
-_PER_TURN = tl.constexpr(0.5 / torch.pi)
+_QUARTER = tl.constexpr(0.5 * torch.pi)
 _FAR = tl.constexpr(1e6)
-_STEP = tl.constexpr(1e-3)
-
-
-@triton.jit
-def _smooth(low, high, value):
-    u = tl.minimum(tl.maximum((value - low) / (high - low), 0.0), 1.0)
-    return u * u * (3.0 - 2.0 * u)
-
-
-@triton.jit
-def _sin(x):
-    # Arguments stay within some turns: folding to a quarter turn and nine Taylor terms are exact
-    # to 4e-6, without the slow path for huge arguments that tl.sin brings inline each time.
-    r = x - _TURN * tl.floor(x * _PER_TURN + 0.5)
-    r = tl.where(r > _QUARTER, _HALF_TURN - r, tl.where(r < -_QUARTER, -_HALF_TURN - r, r))
-    s = r * r
-    odd = 1.0 + s * (-1.0 / 6.0 + s * (1.0 / 120.0 + s * (-1.0 / 5040.0 + s / 362880.0)))
-    return r * odd
-
-
-@triton.jit
-def _safe(value):
-    return tl.where(tl.abs(value) < 1e-6, 1e-6, value)
-
-
-@triton.jit
-def _mix(a, b, share):
-    return a + share * (b - a)
-
-
-@triton.jit
-def _rgb(row, column):
-    return tl.load(row + column), tl.load(row + column + 1), tl.load(row + column + 2)
-
-
-@triton.jit
-def _meet_box(q_, ox, ou, oz, dx, du, dz):
-    cos, sin = tl.load(q_ + _COS), tl.load(q_ + _SINE)
-    a, b, height = tl.load(q_ + _A), tl.load(q_ + _B), tl.load(q_ + _HEIGHT)
-    ax, rise, az = ox - tl.load(q_ + _RX), ou - tl.load(q_ + _BASE), oz - tl.load(q_ + _RZ)
-    lx, lz = cos * ax - sin * az, sin * ax + cos * az
-    mx, mz = cos * dx - sin * dz, sin * dx + cos * dz
-    lean = (1.0 - tl.load(q_ + _TAPER)) / height
-    lean_x, lean_z = a * lean, b * lean
-    out_0, out_1 = lx + lean_x * rise - a, -lx + lean_x * rise - a
-    out_2, out_3 = lz + lean_z * rise - b, -lz + lean_z * rise - b
-    out_4, out_5 = rise - height, -rise
-    slope_0, slope_1 = _safe(mx + lean_x * du), _safe(-mx + lean_x * du)
-    slope_2, slope_3 = _safe(mz + lean_z * du), _safe(-mz + lean_z * du)
-    slope_4, slope_5 = _safe(du), _safe(-du)
-    t_0, t_1, t_2 = -out_0 / slope_0, -out_1 / slope_1, -out_2 / slope_2
-    t_3, t_4, t_5 = -out_3 / slope_3, -out_4 / slope_4, -out_5 / slope_5
-    enter_01 = tl.maximum(tl.where(slope_0 < 0, t_0, _STEP), tl.where(slope_1 < 0, t_1, _STEP))
-    enter_23 = tl.maximum(tl.where(slope_2 < 0, t_2, _STEP), tl.where(slope_3 < 0, t_3, _STEP))
-    enter_45 = tl.maximum(tl.where(slope_4 < 0, t_4, _STEP), tl.where(slope_5 < 0, t_5, _STEP))
-    leave_01 = tl.minimum(tl.where(slope_0 > 0, t_0, _FAR), tl.where(slope_1 > 0, t_1, _FAR))
-    leave_23 = tl.minimum(tl.where(slope_2 > 0, t_2, _FAR), tl.where(slope_3 > 0, t_3, _FAR))
-    leave_45 = tl.minimum(tl.where(slope_4 > 0, t_4, _FAR), tl.where(slope_5 > 0, t_5, _FAR))
-    enter = tl.maximum(tl.maximum(enter_01, enter_23), tl.maximum(enter_45, _STEP))
-    leave = tl.minimum(tl.minimum(leave_01, leave_23), leave_45)
-    outside = tl.maximum(tl.maximum(out_0, out_1), tl.maximum(out_2, out_3))
-    outside = tl.maximum(outside, tl.maximum(out_4, out_5))
-    # Nested, not `&`: for primary rays `outside` is one number, `enter` a block.
-    return tl.where(enter < leave, tl.where(outside > 0, enter, _FAR), _FAR)
-
-
-@triton.jit
-def _meet_frustum(q_, ox, ou, oz, dx, du, dz):
-    bottom, top, height = tl.load(q_ + _A), tl.load(q_ + _B), tl.load(q_ + _HEIGHT)
-    ax, rise, az = ox - tl.load(q_ + _RX), ou - tl.load(q_ + _BASE), oz - tl.load(q_ + _RZ)
-    slope = (top - bottom) / height
-    radius = bottom + slope * rise
-    a = _safe(dx * dx + dz * dz - slope * slope * du * du)
-    b = ax * dx + az * dz - slope * du * radius
-    c = ax * ax + az * az - radius * radius
-    square = b * b - a * c
-    root = tl.sqrt(tl.maximum(square, 0.0))
-    t_0, t_1 = (-b - root) / a, (-b + root) / a
-    at_0, at_1 = rise + t_0 * du, rise + t_1 * du
-    ok_0 = (square > 0) & (t_0 > _STEP) & (at_0 > 0) & (at_0 < height)
-    ok_1 = (square > 0) & (t_1 > _STEP) & (at_1 > 0) & (at_1 < height)
-    side = tl.minimum(tl.where(ok_0, t_0, _FAR), tl.where(ok_1, t_1, _FAR))
-    down = _safe(du)
-    t_2, t_3 = (height - rise) / down, (0.0 - rise) / down
-    x_2, z_2, x_3, z_3 = ax + t_2 * dx, az + t_2 * dz, ax + t_3 * dx, az + t_3 * dz
-    ok_2 = (x_2 * x_2 + z_2 * z_2 < top * top) & (t_2 > _STEP)
-    ok_3 = (x_3 * x_3 + z_3 * z_3 < bottom * bottom) & (t_3 > _STEP)
-    disc = tl.minimum(tl.where(ok_2, t_2, _FAR), tl.where(ok_3, t_3, _FAR))
-    return tl.minimum(side, disc)
-
-
-@triton.jit
-def _meet_ellipsoid(q_, ox, ou, oz, dx, du, dz):
-    half = 0.5 * tl.load(q_ + _HEIGHT)
-    a, b = tl.load(q_ + _A), tl.load(q_ + _B)
-    ax, az = (ox - tl.load(q_ + _RX)) / a, (oz - tl.load(q_ + _RZ)) / b
-    au = (ou - tl.load(q_ + _BASE) - half) / half
-    ex, eu, ez = dx / a, du / half, dz / b
-    k_a = ex * ex + eu * eu + ez * ez
-    k_b = ax * ex + au * eu + az * ez
-    square = k_b * k_b - k_a * (ax * ax + au * au + az * az - 1.0)
-    t = (-k_b - tl.sqrt(tl.maximum(square, 0.0))) / k_a
-    return tl.where((square > 0) & (t > _STEP), t, _FAR)
-
-
-@triton.jit
-def _shade_weight(q_, t_sun, hit, k):
-    weight = tl.load(q_ + _SHADE) * (1.0 - _smooth(_SHADOW_START, _SHADOW_END, t_sun))
-    return tl.where(hit == k, 0.0, weight)
-
-
-@triton.jit
-def _touching(boxes_, first, count, x0, x1, y0, y1):
-    """Bits of the solids first .. first + count whose rectangle meets the tile."""
-    lane = tl.arange(0, _LANES)
-    is_one = lane < count
-    at = boxes_ + (first + lane) * 8
-    left = tl.load(at, mask=is_one, other=1e9)
-    right = tl.load(at + 1, mask=is_one, other=-1e9)
-    low = tl.load(at + 2, mask=is_one, other=1e9)
-    high = tl.load(at + 3, mask=is_one, other=-1e9)
-    meets = (left <= x1) & (right >= x0) & (low <= y1) & (high >= y0)
-    return tl.sum(tl.where(meets, 1 << lane, 0), axis=0)
 
 
 @triton.jit
 def _haze(f_, dx, du, dz):
-    sx, su, sz = _rgb(f_, _SUN)
-    hr, hg, hb = _rgb(f_, _HORIZON)
-    lr, lg, lb = _rgb(f_, _LIGHT)
+    sx, su, sz = rgb(f_, _SUN)
+    hr, hg, hb = rgb(f_, _HORIZON)
+    lr, lg, lb = rgb(f_, _LIGHT)
     glow = 0.34 * tl.load(f_ + _GLOW) * tl.exp((dx * sx + du * su + dz * sz - 1.0) * 7.0)
     return hr + glow * lr, hg + glow * lg, hb + glow * lb
 
 
 @triton.jit
 def _sky(f_, dx, du, dz):
-    tr, tg, tb = _rgb(f_, _SKY_TOP)
-    hr, hg, hb = _rgb(f_, _HORIZON)
-    lr, lg, lb = _rgb(f_, _LIGHT)
-    ar, ag, ab = _rgb(f_, _AMBIENT)
+    tr, tg, tb = rgb(f_, _SKY_TOP)
+    hr, hg, hb = rgb(f_, _HORIZON)
+    lr, lg, lb = rgb(f_, _LIGHT)
+    ar, ag, ab = rgb(f_, _AMBIENT)
     haze_r, haze_g, haze_b = _haze(f_, dx, du, dz)
     up = tl.maximum(du, 0.0)
     rest = 1.0 - tl.sqrt(up + 1e-6)
@@ -204,16 +90,16 @@ def _sky(f_, dx, du, dz):
     stretch = 1.6 / (up + 0.15)
     cx = dx * stretch + tl.load(f_ + _PHASE + 6)
     cz = dz * stretch + tl.load(f_ + _PHASE + 7)
-    bumps = _sin(cx) * _sin(cz + 0.6 * _sin(0.7 * cx)) + 0.5 * _sin(1.7 * cx + 1.3 * cz)
-    cloud = tl.load(f_ + _CLOUD) * _smooth(0.1, 1.1, bumps) * _smooth(0.03, 0.3, up)
-    r = _mix(r, tl.minimum(lr + ar, 1.0), cloud)
-    g = _mix(g, tl.minimum(lg + ag, 1.0), cloud)
-    b = _mix(b, tl.minimum(lb + ab, 1.0), cloud)
-    sx, su, sz = _rgb(f_, _SUN)
-    disc = tl.load(f_ + _DISC) * _smooth(0.99863, 0.99900, dx * sx + du * su + dz * sz)
-    r = _mix(r, tl.minimum(1.25 * lr + 0.15, 1.0), disc)
-    g = _mix(g, tl.minimum(1.25 * lg + 0.15, 1.0), disc)
-    b = _mix(b, tl.minimum(1.25 * lb + 0.15, 1.0), disc)
+    bumps = sine(cx) * sine(cz + 0.6 * sine(0.7 * cx)) + 0.5 * sine(1.7 * cx + 1.3 * cz)
+    cloud = tl.load(f_ + _CLOUD) * smooth(0.1, 1.1, bumps) * smooth(0.03, 0.3, up)
+    r = mix(r, tl.minimum(lr + ar, 1.0), cloud)
+    g = mix(g, tl.minimum(lg + ag, 1.0), cloud)
+    b = mix(b, tl.minimum(lb + ab, 1.0), cloud)
+    sx, su, sz = rgb(f_, _SUN)
+    disc = tl.load(f_ + _DISC) * smooth(0.99863, 0.99900, dx * sx + du * su + dz * sz)
+    r = mix(r, tl.minimum(1.25 * lr + 0.15, 1.0), disc)
+    g = mix(g, tl.minimum(1.25 * lg + 0.15, 1.0), disc)
+    b = mix(b, tl.minimum(1.25 * lb + 0.15, 1.0), disc)
     # A hazy ridge at infinity: harmonics of the azimuth from (c1, s1) without an arctangent.
     flat = 1.0 / tl.sqrt(dx * dx + dz * dz + 1e-9)
     c1, s1 = dx * flat, dz * flat
@@ -228,11 +114,11 @@ def _sky(f_, dx, du, dz):
     slope = du * flat
     share = tl.minimum(tl.maximum(slope / ridge, 0.0), 1.0)
     thick = (0.50 + 0.38 * share) * tl.exp(-16.0 * tl.load(f_ + _FOG))
-    hill_r, hill_g, hill_b = _rgb(f_, _HILL)
+    hill_r, hill_g, hill_b = rgb(f_, _HILL)
     is_hill = slope < ridge
-    r = tl.where(is_hill, _mix(haze_r, hill_r, thick), r)
-    g = tl.where(is_hill, _mix(haze_g, hill_g, thick), g)
-    b = tl.where(is_hill, _mix(haze_b, hill_b, thick), b)
+    r = tl.where(is_hill, mix(haze_r, hill_r, thick), r)
+    g = tl.where(is_hill, mix(haze_g, hill_g, thick), g)
+    b = tl.where(is_hill, mix(haze_b, hill_b, thick), b)
     return r, g, b
 
 
@@ -241,85 +127,44 @@ def _ground(f_, ponds_, dx, du, dz, t, shadow):
     x, z = dx * t, dz * t
     wx, wz = (x + tl.load(f_ + _CAMERA_X)) * _WAVE, (z + tl.load(f_ + _CAMERA_Z)) * _WAVE
     p_ = f_ + _PHASE
-    check = _sin(8.0 * wx + tl.load(p_)) * _sin(8.0 * wz + tl.load(p_ + 1))
+    check = sine(8.0 * wx + tl.load(p_)) * sine(8.0 * wz + tl.load(p_ + 1))
     check = tl.minimum(tl.maximum(3.0 * check, -1.0), 1.0)
     check = 0.5 + 0.5 * check * tl.exp(-0.09 * t)
-    blotch = 0.5 * _sin(2.0 * wx + tl.load(p_ + 2)) * _sin(2.0 * wz + tl.load(p_ + 3))
-    blotch = blotch + 0.3 * _sin(5.0 * wx - 3.0 * wz + tl.load(p_ + 4))
+    blotch = 0.5 * sine(2.0 * wx + tl.load(p_ + 2)) * sine(2.0 * wz + tl.load(p_ + 3))
+    blotch = blotch + 0.3 * sine(5.0 * wx - 3.0 * wz + tl.load(p_ + 4))
     tone = 1.0 + 0.12 * blotch * tl.exp(-0.04 * t)
     sun = tl.load(f_ + _SUN + 1)
     lambert = sun * (1.0 - shadow)
-    lr, lg, lb = _rgb(f_, _LIGHT)
-    ar, ag, ab = _rgb(f_, _AMBIENT)
-    r0, g0, b0 = _rgb(f_, _GROUND_B)
-    r1, g1, b1 = _rgb(f_, _GROUND_A)
-    r = _mix(r0, r1, check) * tone * (ar + lr * lambert)
-    g = _mix(g0, g1, check) * tone * (ag + lg * lambert)
-    b = _mix(b0, b1, check) * tone * (ab + lb * lambert)
-    tr, tg, tb = _rgb(f_, _SKY_TOP)
-    hr, hg, hb = _rgb(f_, _HORIZON)
-    wr, wg, wb = _rgb(f_, _WATER)
+    lr, lg, lb = rgb(f_, _LIGHT)
+    ar, ag, ab = rgb(f_, _AMBIENT)
+    r0, g0, b0 = rgb(f_, _GROUND_B)
+    r1, g1, b1 = rgb(f_, _GROUND_A)
+    r = mix(r0, r1, check) * tone * (ar + lr * lambert)
+    g = mix(g0, g1, check) * tone * (ag + lg * lambert)
+    b = mix(b0, b1, check) * tone * (ab + lb * lambert)
+    tr, tg, tb = rgb(f_, _SKY_TOP)
+    hr, hg, hb = rgb(f_, _HORIZON)
+    wr, wg, wb = rgb(f_, _WATER)
     mirror = tl.sqrt(tl.minimum(tl.maximum(-du, 0.0), 1.0))
     dark = 1.0 - 0.25 * shadow
-    water_r = (0.45 * _mix(hr, tr, mirror) + 0.55 * wr * (ar + 0.6 * lr)) * dark
-    water_g = (0.45 * _mix(hg, tg, mirror) + 0.55 * wg * (ag + 0.6 * lg)) * dark
-    water_b = (0.45 * _mix(hb, tb, mirror) + 0.55 * wb * (ab + 0.6 * lb)) * dark
+    water_r = (0.45 * mix(hr, tr, mirror) + 0.55 * wr * (ar + 0.6 * lr)) * dark
+    water_g = (0.45 * mix(hg, tg, mirror) + 0.55 * wg * (ag + 0.6 * lg)) * dark
+    water_b = (0.45 * mix(hb, tb, mirror) + 0.55 * wb * (ab + 0.6 * lb)) * dark
     for k in range(_PONDS):
         pond_ = ponds_ + k * _POND_COLUMNS
         ex = (x - tl.load(pond_)) / tl.load(pond_ + 2)
         ez = (z - tl.load(pond_ + 1)) / tl.load(pond_ + 3)
         alpha = tl.load(pond_ + 4)
         ring = tl.sqrt(ex * ex + ez * ez)
-        rim = 1.0 - 0.35 * 0.45 * alpha * (1.0 - _smooth(1.0, 1.12, ring))
-        inside = alpha * (1.0 - _smooth(0.93, 1.0, ring))
-        r = _mix(r * rim, water_r, inside)
-        g = _mix(g * rim, water_g, inside)
-        b = _mix(b * rim, water_b, inside)
-    clear = 1.0 - _smooth(_FADE_START, _FADE_END, tl.sqrt(x * x + z * z))
+        rim = 1.0 - 0.35 * 0.45 * alpha * (1.0 - smooth(1.0, 1.12, ring))
+        inside = alpha * (1.0 - smooth(0.93, 1.0, ring))
+        r = mix(r * rim, water_r, inside)
+        g = mix(g * rim, water_g, inside)
+        b = mix(b * rim, water_b, inside)
+    clear = 1.0 - smooth(_FADE_START, _FADE_END, tl.sqrt(x * x + z * z))
     clear = clear * tl.exp(-tl.load(f_ + _FOG) * t)
     haze_r, haze_g, haze_b = _haze(f_, dx, du, dz)
-    return _mix(haze_r, r, clear), _mix(haze_g, g, clear), _mix(haze_b, b, clear)
-
-
-@triton.jit
-def _normal(q_, hit, is_hit, x, rise, z):
-    """Unit normal, and the coordinate across a box face."""
-    height = tl.load(q_ + _HEIGHT, mask=is_hit, other=1.0)
-    a = tl.load(q_ + _A, mask=is_hit, other=1.0)
-    b = tl.load(q_ + _B, mask=is_hit, other=1.0)
-    cos = tl.load(q_ + _COS, mask=is_hit, other=1.0)
-    sin = tl.load(q_ + _SINE, mask=is_hit, other=0.0)
-    lx, lz = cos * x - sin * z, sin * x + cos * z
-    lean = (1.0 - tl.load(q_ + _TAPER, mask=is_hit, other=1.0)) / height
-    lean_x, lean_z = a * lean, b * lean
-    norm_x, norm_z = 1.0 / tl.sqrt(1.0 + lean_x * lean_x), 1.0 / tl.sqrt(1.0 + lean_z * lean_z)
-    out_x = (tl.abs(lx) + lean_x * rise - a) * norm_x
-    out_z = (tl.abs(lz) + lean_z * rise - b) * norm_z
-    flat = tl.maximum(rise - height, -rise)
-    side_x = (out_x >= out_z) & (out_x >= flat)
-    side_z = (out_x < out_z) | (out_x < flat)
-    side_z = side_z & (out_z >= flat)
-    bx = tl.where(side_x, tl.where(lx < 0, -norm_x, norm_x), 0.0)
-    bz = tl.where(side_z, tl.where(lz < 0, -norm_z, norm_z), 0.0)
-    face_up = tl.where(rise > 0.5 * height, 1.0, -1.0)
-    box_u = tl.where(side_x, lean_x * norm_x, tl.where(side_z, lean_z * norm_z, face_up))
-    box_x, box_z = cos * bx + sin * bz, cos * bz - sin * bx
-    slope = (b - a) / height
-    norm = 1.0 / tl.sqrt(1.0 + slope * slope)
-    inv = norm / tl.sqrt(x * x + z * z + 1e-9)
-    on_top, on_bottom = rise > height - 1e-3, rise < 1e-3
-    is_cap = on_top | on_bottom
-    cone_u = tl.where(on_top, 1.0, tl.where(on_bottom, -1.0, -slope * norm))
-    cone_x, cone_z = tl.where(is_cap, 0.0, x * inv), tl.where(is_cap, 0.0, z * inv)
-    half = 0.5 * height
-    safe_b = tl.maximum(b, 1e-3)
-    gx, gu, gz = x / (a * a), (rise - half) / (half * half), z / (safe_b * safe_b)
-    inv_g = 1.0 / tl.sqrt(gx * gx + gu * gu + gz * gz + 1e-9)
-    is_box, is_round = hit < _FRUSTUM_START, hit >= _ELLIPSOID_START
-    nx = tl.where(is_round, gx * inv_g, tl.where(is_box, box_x, cone_x))
-    nu = tl.where(is_round, gu * inv_g, tl.where(is_box, box_u, cone_u))
-    nz = tl.where(is_round, gz * inv_g, tl.where(is_box, box_z, cone_z))
-    return nx, nu, nz, tl.where(side_x, lz, lx)
+    return mix(haze_r, r, clear), mix(haze_g, g, clear), mix(haze_b, b, clear)
 
 
 @triton.jit
@@ -331,31 +176,31 @@ def _solid(f_, solids_, dx, du, dz, t, hit, shadow):
     x = dx * t - tl.load(q_ + _RX, mask=is_hit, other=0.0)
     z = dz * t - tl.load(q_ + _RZ, mask=is_hit, other=0.0)
     rise = up - tl.load(q_ + _BASE, mask=is_hit, other=0.0)
-    nx, nu, nz, across = _normal(q_, hit, is_hit, x, rise, z)
-    sx, su, sz = _rgb(f_, _SUN)
+    nx, nu, nz, across = normal(q_, hit, is_hit, x, rise, z)
+    sx, su, sz = rgb(f_, _SUN)
     lambert = tl.maximum(nx * sx + nu * su + nz * sz, 0.0) * (1.0 - shadow)
     pattern = tl.load(q_ + _PATTERN, mask=is_hit, other=0.0)
     share = rise / tl.load(q_ + _HEIGHT, mask=is_hit, other=1.0)
-    tone = tl.where(pattern == _BANDS, 0.80 + 0.20 * _smooth(-0.35, 0.35, _sin(6.0 * up)), 1.0)
+    tone = tl.where(pattern == _BANDS, 0.80 + 0.20 * smooth(-0.35, 0.35, sine(6.0 * up)), 1.0)
     tone = tl.where(pattern == _FOLIAGE, 0.72 + 0.42 * share, tone)
     tone = tone * (0.7 + 0.3 * tl.minimum(tl.maximum(2.0 * up, 0.0), 1.0))
-    pane = _smooth(0.30, 0.45, _sin(across * _PANE_ACROSS + _QUARTER))
-    pane = pane * _smooth(0.10, 0.30, -_sin(rise * _PANE_UP + _QUARTER))
+    pane = smooth(0.30, 0.45, sine(across * _PANE_ACROSS + _QUARTER))
+    pane = pane * smooth(0.10, 0.30, -sine(rise * _PANE_UP + _QUARTER))
     pane = tl.where((pattern == _WINDOWS) & (tl.abs(nu) < 0.5), pane, 0.0)
     tone = tone * (1.0 - 0.55 * pane)
-    lr, lg, lb = _rgb(f_, _LIGHT)
-    ar, ag, ab = _rgb(f_, _AMBIENT)
+    lr, lg, lb = rgb(f_, _LIGHT)
+    ar, ag, ab = rgb(f_, _AMBIENT)
     around = 0.82 + 0.18 * nu
     r = tl.load(q_ + _RED, mask=is_hit, other=0.0) * tone * (ar * around + lr * lambert)
     g = tl.load(q_ + _RED + 1, mask=is_hit, other=0.0) * tone * (ag * around + lg * lambert)
     b = tl.load(q_ + _RED + 2, mask=is_hit, other=0.0) * tone * (ab * around + lb * lambert)
     shine = tl.load(f_ + _LAMP_POWER) * tl.where(pattern == _LAMP, 0.9, 0.85 * pane)
-    r, g, b = _mix(r, 1.0, shine), _mix(g, 0.84, shine), _mix(b, 0.50, shine)
+    r, g, b = mix(r, 1.0, shine), mix(g, 0.84, shine), mix(b, 0.50, shine)
     haze_r, haze_g, haze_b = _haze(f_, dx, du, dz)
     clear = tl.exp(-tl.load(f_ + _FOG) * t)
-    fade = 1.0 - _smooth(_FADE_START, _FADE_END, tl.sqrt((dx * dx + dz * dz) * t * t))
+    fade = 1.0 - smooth(_FADE_START, _FADE_END, tl.sqrt((dx * dx + dz * dz) * t * t))
     alpha = tl.minimum(fade, tl.load(q_ + _ALPHA, mask=is_hit, other=0.0))
-    return _mix(haze_r, r, clear), _mix(haze_g, g, clear), _mix(haze_b, b, clear), alpha
+    return mix(haze_r, r, clear), mix(haze_g, g, clear), mix(haze_b, b, clear), alpha
 
 
 @triton.jit
@@ -387,14 +232,14 @@ def _cast_kernel(
     is_inside = (column < width) & (row < height)
     x0, y0 = (tile_x * TILE).to(tl.float32), (tile_y * TILE).to(tl.float32)
     x1, y1 = x0 + TILE, y0 + TILE
-    see_box = _touching(boxes_, 0, _BOXES, x0, x1, y0, y1)
-    see_frustum = _touching(boxes_, _FRUSTUM_START, _FRUSTUMS, x0, x1, y0, y1)
-    see_ellipsoid = _touching(boxes_, _ELLIPSOID_START, _ELLIPSOIDS, x0, x1, y0, y1)
-    dim_box = _touching(boxes_ + 4, 0, _BOXES, x0, x1, y0, y1)
-    dim_frustum = _touching(boxes_ + 4, _FRUSTUM_START, _FRUSTUMS, x0, x1, y0, y1)
-    dim_ellipsoid = _touching(boxes_ + 4, _ELLIPSOID_START, _ELLIPSOIDS, x0, x1, y0, y1)
+    see_box = touching(boxes_, 0, _BOXES, x0, x1, y0, y1)
+    see_frustum = touching(boxes_, _FRUSTUM_START, _FRUSTUMS, x0, x1, y0, y1)
+    see_ellipsoid = touching(boxes_, _ELLIPSOID_START, _ELLIPSOIDS, x0, x1, y0, y1)
+    dim_box = touching(boxes_ + 4, 0, _BOXES, x0, x1, y0, y1)
+    dim_frustum = touching(boxes_ + 4, _FRUSTUM_START, _FRUSTUMS, x0, x1, y0, y1)
+    dim_ellipsoid = touching(boxes_ + 4, _ELLIPSOID_START, _ELLIPSOIDS, x0, x1, y0, y1)
     eye = tl.load(f_ + _EYE)
-    sx, su, sz = _rgb(f_, _SUN)
+    sx, su, sz = rgb(f_, _SUN)
     total_r = tl.zeros([TILE * TILE], dtype=tl.float32)
     total_g = tl.zeros([TILE * TILE], dtype=tl.float32)
     total_b = tl.zeros([TILE * TILE], dtype=tl.float32)
@@ -414,19 +259,19 @@ def _cast_kernel(
         hit = tl.full([TILE * TILE], -1, dtype=tl.int32)
         for k in range(_BOXES):
             if ((see_box >> k) & 1) != 0:
-                t_box = _meet_box(solids_ + k * _SOLID_COLUMNS, 0.0, eye, 0.0, dx, du, dz)
+                t_box = meet_box(solids_ + k * _SOLID_COLUMNS, 0.0, eye, 0.0, dx, du, dz)
                 hit = tl.where(t_box < t, k, hit)
                 t = tl.minimum(t, t_box)
         for k in range(_FRUSTUMS):
             if ((see_frustum >> k) & 1) != 0:
                 q_cone = solids_ + (_FRUSTUM_START + k) * _SOLID_COLUMNS
-                t_cone = _meet_frustum(q_cone, 0.0, eye, 0.0, dx, du, dz)
+                t_cone = meet_frustum(q_cone, 0.0, eye, 0.0, dx, du, dz)
                 hit = tl.where(t_cone < t, _FRUSTUM_START + k, hit)
                 t = tl.minimum(t, t_cone)
         for k in range(_ELLIPSOIDS):
             if ((see_ellipsoid >> k) & 1) != 0:
                 q_ball = solids_ + (_ELLIPSOID_START + k) * _SOLID_COLUMNS
-                t_ball = _meet_ellipsoid(q_ball, 0.0, eye, 0.0, dx, du, dz)
+                t_ball = meet_ellipsoid(q_ball, 0.0, eye, 0.0, dx, du, dz)
                 hit = tl.where(t_ball < t, _ELLIPSOID_START + k, hit)
                 t = tl.minimum(t, t_ball)
         reach = tl.minimum(t, 2.0 * _PERIOD)
@@ -435,19 +280,19 @@ def _cast_kernel(
         for k in range(_BOXES):
             if ((dim_box >> k) & 1) != 0:
                 q_dim_box = solids_ + k * _SOLID_COLUMNS
-                s_box = _meet_box(q_dim_box, ox, ou, oz, sx, su, sz)
-                shadow = tl.maximum(shadow, _shade_weight(q_dim_box, s_box, hit, k))
+                s_box = meet_box(q_dim_box, ox, ou, oz, sx, su, sz)
+                shadow = tl.maximum(shadow, shade_weight(q_dim_box, s_box, hit, k))
         for k in range(_FRUSTUMS):
             if ((dim_frustum >> k) & 1) != 0:
                 q_dim_cone = solids_ + (_FRUSTUM_START + k) * _SOLID_COLUMNS
-                s_cone = _meet_frustum(q_dim_cone, ox, ou, oz, sx, su, sz)
-                w_cone = _shade_weight(q_dim_cone, s_cone, hit, _FRUSTUM_START + k)
+                s_cone = meet_frustum(q_dim_cone, ox, ou, oz, sx, su, sz)
+                w_cone = shade_weight(q_dim_cone, s_cone, hit, _FRUSTUM_START + k)
                 shadow = tl.maximum(shadow, w_cone)
         for k in range(_ELLIPSOIDS):
             if ((dim_ellipsoid >> k) & 1) != 0:
                 q_dim_ball = solids_ + (_ELLIPSOID_START + k) * _SOLID_COLUMNS
-                s_ball = _meet_ellipsoid(q_dim_ball, ox, ou, oz, sx, su, sz)
-                w_ball = _shade_weight(q_dim_ball, s_ball, hit, _ELLIPSOID_START + k)
+                s_ball = meet_ellipsoid(q_dim_ball, ox, ou, oz, sx, su, sz)
+                w_ball = shade_weight(q_dim_ball, s_ball, hit, _ELLIPSOID_START + k)
                 shadow = tl.maximum(shadow, w_ball)
         r = tl.zeros([TILE * TILE], dtype=tl.float32)
         g = tl.zeros([TILE * TILE], dtype=tl.float32)
@@ -465,11 +310,9 @@ def _cast_kernel(
         if tl.max(hit, axis=0) >= 0:
             is_hit = hit >= 0
             solid_t = tl.minimum(t, 1e3)
-            lit_r, lit_g, lit_b, solid_alpha = _solid(
-                f_, solids_, dx, du, dz, solid_t, hit, shadow
-            )
+            lit_r, lit_g, lit_b, solid_alpha = _solid(f_, solids_, dx, du, dz, solid_t, hit, shadow)
             alpha = tl.where(is_hit, solid_alpha, 0.0)
-            r, g, b = _mix(r, lit_r, alpha), _mix(g, lit_g, alpha), _mix(b, lit_b, alpha)
+            r, g, b = mix(r, lit_r, alpha), mix(g, lit_g, alpha), mix(b, lit_b, alpha)
         total_r += tl.minimum(tl.maximum(r, 0.0), 1.0)
         total_g += tl.minimum(tl.maximum(g, 0.0), 1.0)
         total_b += tl.minimum(tl.maximum(b, 0.0), 1.0)

@@ -72,9 +72,7 @@ def sample_scenes(count: int, seed: int, kinds: Sequence[str] | None = None) -> 
     return _sample_scenes(count, torch.Generator().manual_seed(seed), kinds)
 
 
-def _sample_scenes(
-    count: int, generator: torch.Generator, kinds: Sequence[str] | None
-) -> Scenes:
+def _sample_scenes(count: int, generator: torch.Generator, kinds: Sequence[str] | None) -> Scenes:
     uniform = torch.rand(count, layouts.UNIFORM_COUNT + _PHASE_COUNT + 1, generator=generator)
     allowed = tuple(kinds or KINDS)
     weights = torch.tensor([float(_KIND_WEIGHTS[kind]) for kind in allowed])
@@ -113,11 +111,11 @@ class Clips:
     prompt_before: list[str]
     prompt_after: list[str]
 
-    def styles_CKS(self) -> Tensor:
+    def styles_CKS(self) -> Tensor:  # noqa: N802
         """Stack both styles [C, 2, S] (before, after), for `render`'s indexed form."""
         return torch.stack([self.style_before_CS, self.style_after_CS], 1)
 
-    def style_index_CF(self) -> Tensor:
+    def style_index_CF(self) -> Tensor:  # noqa: N802
         """Tell which style each frame wears [C, F]: 0 before, 1 after."""
         count, frames = self.c2w_CF44.shape[:2]
         chunk = torch.arange(frames) // CHUNK_FRAMES
@@ -242,18 +240,18 @@ class NamedStart:
 NAMED_SCENES: dict[str, NamedScene] = {
     name: NamedScene(seed=seed, kind=kind, place=place, time=time, prompt=prompt)
     for name, seed, kind, place, time, prompt in (
-        ("meadow-forest", 1, "forest", "meadow", "day", "a forest in a meadow by day"),
-        ("meadow-lake", 2, "lake", "meadow", "sunset", "a lake in a meadow at sunset"),
-        ("meadow-town", 3, "city", "meadow", "day", "houses in a green meadow by day"),
-        ("desert-gates", 4, "ruins", "desert", "sunset", "gates in a desert at sunset"),
-        ("desert-oasis", 5, "lake", "desert", "day", "water and trees in a desert at noon"),
-        ("desert-night", 6, "city", "desert", "night", "a city in a desert at night"),
+        ("meadow-forest", 5, "forest", "meadow", "day", "a forest in a meadow by day"),
+        ("meadow-lake", 3, "lake", "meadow", "sunset", "a lake in a meadow at sunset"),
+        ("meadow-town", 10, "city", "meadow", "day", "houses in a green meadow by day"),
+        ("desert-gates", 8, "ruins", "desert", "sunset", "gates in a desert at sunset"),
+        ("desert-oasis", 11, "lake", "desert", "day", "water and trees in a desert at noon"),
+        ("desert-night", 5, "city", "desert", "night", "a city in a desert at night"),
         ("snow-forest", 7, "forest", "snow", "sunset", "a forest in snow at sunset"),
-        ("snow-night-towers", 8, "city", "snow", "night", "towers in snow at night"),
-        ("snow-ruins", 9, "ruins", "snow", "day", "ruins in snow by day"),
-        ("mars-rocks", 10, "rocks", "mars", "day", "rocks on mars by day"),
-        ("mars-ruins", 11, "ruins", "mars", "night", "ruins on mars at night"),
-        ("foggy-walk", 12, "mixed", "meadow", "fog", "a walk in a meadow in fog"),
+        ("snow-night-towers", 10, "city", "snow", "night", "towers in snow at night"),
+        ("snow-ruins", 11, "ruins", "snow", "day", "ruins in snow by day"),
+        ("mars-rocks", 3, "rocks", "mars", "day", "rocks on mars by day"),
+        ("mars-ruins", 8, "ruins", "mars", "night", "ruins on mars at night"),
+        ("foggy-walk", 5, "mixed", "meadow", "fog", "a walk in a meadow in fog"),
     )
 }
 

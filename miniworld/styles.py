@@ -51,7 +51,7 @@ _TIME_ROWS = {
     ),
 }  # fmt: skip
 
-# ground a, ground b, sky tint, tint share, hill, water, palette (stone plaster accent wood leaf leaf)
+# ground a and b, sky tint, its share, hill, water, palette: stone plaster accent wood leaf leaf
 _PLACE_ROWS = {
     "meadow": (
         (0.48, 0.67, 0.29), (0.31, 0.51, 0.20), (0.50, 0.70, 0.95), 0.0, (0.36, 0.52, 0.40),
@@ -90,8 +90,8 @@ def style_for(place: str, time: str) -> Tensor:
     top, horizon, light, ambient, fog, elevation, glow, disc, lamp, cloud = _TIME_ROWS[time]
     ground_a, ground_b, tint, share, hill, water, palette = _PLACE_ROWS[place]
     horizon_t, tint_t = torch.tensor(horizon), torch.tensor(tint)
-    luminance = horizon_t.mean()
-    share = share * (0.4 + 0.6 * luminance)
+    luminance = float(horizon_t.mean())
+    share *= 0.4 + 0.6 * luminance
     style = torch.zeros(STYLE_SIZE)
     # The place tints the sky at the sky's own brightness: a Martian night stays a night.
     for part, colour in ((SKY_TOP, torch.tensor(top)), (SKY_HORIZON, horizon_t)):
@@ -101,7 +101,8 @@ def style_for(place: str, time: str) -> Tensor:
     style[GROUND_A], style[GROUND_B] = torch.tensor(ground_a), torch.tensor(ground_b)
     style[PALETTE] = torch.tensor(palette).flatten()
     style[GLOW], style[DISC], style[LAMP_POWER], style[CLOUD] = glow, disc, lamp, cloud
-    style[HILL] = torch.lerp(torch.tensor(hill) * (0.25 + 0.75 * luminance), style[SKY_HORIZON], 0.3)
+    hill_t = torch.tensor(hill) * (0.25 + 0.75 * luminance)
+    style[HILL] = torch.lerp(hill_t, style[SKY_HORIZON], 0.3)
     style[WATER] = torch.tensor(water)
     return style
 
@@ -115,7 +116,7 @@ def _hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 
 def random_styles(count: int, generator: torch.Generator) -> Tensor:
-    """Draw unnamed styles [count, S]: plausible light, any colours. `generator` lives on the CPU."""
+    """Draw unnamed styles [count, S]: plausible light, any colours; CPU generator."""
     u = torch.rand(count, 64, generator=generator)
     style = torch.zeros(count, STYLE_SIZE)
     bright = 0.12 + 0.88 * u[:, 0]

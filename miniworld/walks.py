@@ -188,4 +188,4 @@ def integrate(speeds_CF4: Tensor, obstacles: Obstacles, start_C3: Tensor) -> Ten
         sin, cos = heading.sin(), heading.cos()
         step = torch.stack([sin * forward + cos * right, cos * forward - sin * right], -1)
         position = obstacles.push_out(position + step)
-    return camera_matrix(torch.stack(positions, 1), torch.stack(headings, 1), torch.stack(pitches, 1))
+    return camera_matrix(*(torch.stack(part, 1) for part in (positions, headings, pitches)))

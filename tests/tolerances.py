@@ -28,3 +28,12 @@ SIX_DECIMALS_ATOL = 1e-6
 # int8 rows with a scale each, uniform rounding error: 6.02 * 7 + 4.8 - peak to RMS of a row in dB;
 # a Gaussian row of 384 has a peak near 3.1 sigma (9.8 dB less 4.8 of the uniform formula).
 INT8_ROWS_SQNR_DB = 36.0
+
+# Ray-caster, kernel against oracle: the kernel's sine is a series, exact to 4e-6; at most five
+# sines scale a colour in 0..1.
+RAYCAST_SHADE_ATOL = 2e-5
+# A ray within rounding of a silhouette may fall on either side: two of the 640 pixels tested.
+RAYCAST_EDGE_SHARE = 2 / 640
+# A camera step of 1e-6 units shifts things at 0.35 units by 1e-4 px of a 64 px picture: no ray
+# changes its solid, and the steepest shading (a band edge, 1 in 2 px) changes by 1e-4.
+RAYCAST_STEP_ATOL = 1e-3
