@@ -73,7 +73,7 @@ def full_forward(
 
 
 def random_case(seed: int) -> dict:
-    """Rows in a random layout: text, a keyframe or none, audio, video; some text rows are vision."""
+    """Rows in a random layout: text (some of it vision rows), keyframes or none, audio, video."""
     generator = torch.Generator().manual_seed(seed)
 
     def count(low: int, high: int) -> int:

@@ -1,0 +1,110 @@
+"""Configuration: strict reading, derived sizes, presets, memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.config import (
+    PRESET_NAMES,
+    EngineConfig,
+    Geometry,
+    ModelConfig,
+    memory_needed,
+    preset,
+)
+from engine.errors import ConfigError
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_json_round_trip(name):
+    model = preset(name).model
+    assert ModelConfig.from_json(model.to_json()) == model
+
+
+def test_released_sizes():
+    model = preset("h3_33b").model
+    assert model.parameter_count == 33_122_992_896
+    assert (model.rows_per_latent, model.rows_per_chunk, model.audio_rows) == (1008, 5040, 526)
+    assert (model.rotary_dim, model.attention_dim) == (96, 7168)
+    small = preset("h3_33b", Geometry(height_px=480, width_px=832)).model
+    assert small.rows_per_latent == 390
+
+
+def test_mini_sizes():
+    model = preset("mini").model
+    assert (model.rows_per_latent, model.rows_per_chunk, model.audio_rows) == (40, 200, 2)
+    assert (model.rotary_dim, model.attention_head_dim - model.rotary_dim) == (48, 16)
+    assert (model.history_chunks, model.frames_per_chunk) == (5, 17)
+
+
+def _changed(path: list[str], value: object) -> str:
+    data = json.loads(preset("mini").model.to_json())
+    section = data
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["extra"], 1, "unknown key 'extra'; allowed: num_attention_heads"),
+        (["camera", "speed"], 1, "camera: unknown key 'speed'; allowed: forward_per_frame"),
+        (["num_layers"], "10", "num_layers is '10'; allowed: int"),
+        (["num_layers"], True, "num_layers is True; allowed: int"),
+        (["num_layers"], 0, "num_layers is 0; allowed: 1 or more"),
+        (["camera_dtype"], "half", "camera_dtype is 'half'; allowed: 'attention', 'float32'"),
+        (["text", "vocabulary"], "words", "vocabulary is 'words'; allowed: a list"),
+        (["text", "vocabulary"], [1], "vocabulary is 1; allowed: str"),
+        (["patch_size"], [1, 2], "patch_size has 2 items; allowed: 3"),
+        (["patch_size"], [1, 4, 4], r"patch_size is \(1, 4, 4\); allowed: \(1, 2, 2\)"),
+        (["geometry", "width_px"], 250, "geometry.width_px is 250; allowed: positive multiples"),
+        (["geometry"], None, "geometry is NoneType; allowed: an object"),
+        (["rope_freq_dim"], 11, "rope_freq_dim is 11; allowed"),
+    ],
+)
+def test_bad_json_names_the_key(path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_json(_changed(path, value))
+
+
+def test_missing_key_is_named():
+    data = json.loads(preset("mini").model.to_json())
+    del data["sampler"]["shift"]
+    with pytest.raises(ConfigError, match=r"sampler: missing key 'shift'; needed: steps, shift"):
+        ModelConfig.from_json(json.dumps(data))
+
+
+def test_text_that_is_not_json_is_refused():
+    with pytest.raises(ConfigError, match=r"here\.json is not json"):
+        ModelConfig.from_json("{", where="here.json")
+
+
+def test_integers_may_stand_for_floats():
+    assert ModelConfig.from_json(_changed(["rope_theta"], 10000)).rope_theta == 10000.0
+
+
+def test_unknown_preset_names_the_known_ones():
+    with pytest.raises(ConfigError, match="preset is 'huge'; allowed: mini, h3_33b, tiny"):
+        preset("huge")
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cpu:a"])
+def test_bad_devices_are_refused(device):
+    with pytest.raises(ConfigError, match="device is"):
+        EngineConfig(device=device)
+
+
+def test_memory_of_the_large_model_is_as_published():
+    # 66.2 GB of weights in bf16; 36.1 GB for five raw chunks, to which the packed form adds the
+    # prefix, the current chunk and the rotary channels once more.
+    need = memory_needed(preset("h3_33b").model, "bfloat16")
+    assert 61.5 < need.weights_gib < 62.0
+    assert 33.65 < need.window_gib < 2 * 33.65
+    half = preset("h3_33b", Geometry(height_px=480, width_px=832)).model
+    assert memory_needed(half, "bfloat16").window_gib < need.window_gib / 2

@@ -1,0 +1,210 @@
+"""The window cache: order of calls, content of the window, packed against plain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from engine.errors import StateError
+from engine.kv_cache import PackedCache, PlainCache, WindowTables
+from engine.layout import window_positions
+from engine.model.prope import projective
+from engine.model.rope import rope_tables
+from tests.tiny import narrow_config, walk_views
+
+pytestmark = pytest.mark.cpu
+
+CONFIG = narrow_config()
+VIEWS = walk_views(CONFIG, 40)
+
+
+def _tables(prefix_rows: int) -> WindowTables:
+    cos, sin = rope_tables(window_positions(CONFIG, prefix_rows), CONFIG.rope_freq_dim)
+    return WindowTables(prefix_rows=prefix_rows, cos_SK=cos, sin_SK=sin)
+
+
+def _packed(prefix_rows: int = 3) -> PackedCache:
+    return PackedCache(
+        CONFIG,
+        _tables(prefix_rows),
+        batch_size=1,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+
+
+def _both(prefix_rows: int = 3) -> list[PackedCache | PlainCache]:
+    caches = [_packed(prefix_rows), PlainCache(CONFIG, _tables(prefix_rows))]
+    for cache in caches:
+        _set_prefix(cache, prefix_rows, seed=0)
+    return caches
+
+
+def _rows(seed: int, rows: int = CONFIG.rows_per_chunk) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, rows, CONFIG.num_attention_heads, CONFIG.attention_head_dim)
+    return torch.randn(shape, generator=generator)
+
+
+def _set_prefix(cache: PackedCache | PlainCache, prefix_rows: int, seed: int) -> None:
+    cache.set_prefix(0, _rows(seed, prefix_rows), _rows(seed + 1, prefix_rows))
+
+
+def _camera(chunk: int):
+    return projective(VIEWS[:, 5 * chunk : 5 * chunk + 5], torch.float32)
+
+
+def _advance(cache: PackedCache | PlainCache, chunk: int) -> None:
+    cache.begin(chunk, _camera(chunk))
+    cache.window(0, _rows(2 * chunk), _rows(2 * chunk + 1), keep=True)
+    cache.commit()
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["packed", "plain"])
+def test_history_is_the_last_five_chunks(index):
+    cache = _both()[index]
+    assert cache.history == []
+    for chunk in range(8):
+        _advance(cache, chunk)
+    assert cache.history == [3, 4, 5, 6, 7]
+
+
+def test_a_skipped_commit_is_refused():
+    cache = _packed()
+    for chunk in range(8):
+        _advance(cache, chunk)
+    with pytest.raises(StateError, match=r"begin of chunk 9; expected chunk 8.*\[3, 4, 5, 6, 7\]"):
+        cache.begin(9, _camera(9))
+
+
+def test_a_pass_before_begin_is_refused():
+    with pytest.raises(StateError, match=r"no chunk is open; expected begin\(0\)"):
+        _packed().window(0, _rows(1), _rows(2), keep=False)
+
+
+def test_commit_without_refresh_is_refused():
+    cache = _both()[0]
+    cache.begin(0, _camera(0))
+    cache.window(0, _rows(1), _rows(2), keep=False)
+    with pytest.raises(StateError, match="expected keys and values of 1 layers, got 0"):
+        cache.commit()
+
+
+def test_commit_twice_is_refused():
+    cache = _both()[0]
+    _advance(cache, 0)
+    with pytest.raises(StateError, match="commit of chunk 1"):
+        cache.commit()
+
+
+def test_undo_without_commit_is_refused():
+    cache = _both()[0]
+    with pytest.raises(StateError, match="got 0 committed chunks and none to take back"):
+        cache.undo()
+
+
+def test_undo_works_once():
+    cache = _both()[0]
+    _advance(cache, 0)
+    _advance(cache, 1)
+    cache.undo()
+    with pytest.raises(StateError, match="undo works once"):
+        cache.undo()
+
+
+def test_window_views_keep_their_addresses():
+    cache = _both()[0]
+    addresses = set()
+    for chunk in range(9):
+        cache.begin(chunk, _camera(chunk))
+        keys, values = cache.window(0, _rows(chunk), _rows(chunk), keep=True)
+        addresses.add((keys.data_ptr(), values.data_ptr()))
+        cache.commit()
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 5, 6, 8])
+def test_window_order_is_prefix_history_current(chunks):
+    cache = _both()[0]
+    for chunk in range(chunks):
+        _advance(cache, chunk)
+    cache.begin(chunks, _camera(chunks))
+    _, values = cache.window(0, _rows(2 * chunks), _rows(2 * chunks + 1), keep=False)
+    assert torch.equal(values[:, :3], _rows(1, 3))
+    start = CONFIG.rotary_dim  # values are rotated nowhere, so their leading channels are as given
+    for slot, chunk in enumerate([*cache.history, chunks]):
+        rows = slice(3 + slot * CONFIG.rows_per_chunk, 3 + (slot + 1) * CONFIG.rows_per_chunk)
+        assert torch.equal(values[:, rows, :, :start], _rows(2 * chunk + 1)[..., :start])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Any allowed order of calls leaves the packed cache equal to the plain one, bit for bit."""
+
+    @initialize()
+    def new(self) -> None:
+        self.prefix_rows, self.seed = 3, 0
+        self.caches = _both()
+        self.is_open = False
+        self.can_undo = False
+
+    @property
+    def chunk(self) -> int:
+        return self.caches[1].committed
+
+    @precondition(lambda self: self.chunk < 30)
+    @rule()
+    def begin(self) -> None:
+        for cache in self.caches:
+            cache.begin(self.chunk, _camera(self.chunk))
+        self.is_open, self.can_undo = True, False
+
+    @precondition(lambda self: self.is_open)
+    @rule()
+    def denoise(self) -> None:
+        self.seed += 2
+        windows = [
+            cache.window(0, _rows(self.seed), _rows(self.seed + 1), keep=False)
+            for cache in self.caches
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
+
+    @precondition(lambda self: self.is_open)
+    @rule()
+    def refresh(self) -> None:
+        self.seed += 2
+        for cache in self.caches:
+            cache.window(0, _rows(self.seed), _rows(self.seed + 1), keep=True)
+            cache.commit()
+        self.is_open, self.can_undo = False, True
+
+    @precondition(lambda self: not self.is_open and self.chunk < 30)
+    @rule(chunks=st.integers(1, 4))
+    def several_chunks(self, chunks: int) -> None:
+        for _ in range(chunks):
+            self.begin()
+            self.denoise()
+            self.refresh()
+
+    @precondition(lambda self: self.can_undo)
+    @rule()
+    def undo(self) -> None:
+        for cache in self.caches:
+            cache.undo()
+        self.can_undo = False
+
+    @precondition(lambda self: not self.is_open)
+    @rule(prefix_rows=st.integers(1, 6))
+    def renew_prefix(self, prefix_rows: int) -> None:
+        self.seed += 2
+        for cache in self.caches:
+            cache.renew_prefix(_tables(prefix_rows))
+            _set_prefix(cache, prefix_rows, self.seed)
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(
+    max_examples=25, stateful_step_count=25, deadline=None, derandomize=True, database=None
+)
