@@ -119,7 +119,7 @@ def random_styles(count: int, generator: torch.Generator) -> Tensor:
     """Draw unnamed styles [count, S]: plausible light, any colours; CPU generator."""
     u = torch.rand(count, 64, generator=generator)
     style = torch.zeros(count, STYLE_SIZE)
-    bright = 0.12 + 0.88 * u[:, 0]
+    bright = 0.30 + 0.70 * u[:, 0]
     sky_hue = u[:, 1]
     style[:, SKY_TOP] = _hsv(sky_hue, 0.15 + 0.65 * u[:, 2], bright * (0.35 + 0.55 * u[:, 3]))
     style[:, SKY_HORIZON] = _hsv(
@@ -139,7 +139,7 @@ def random_styles(count: int, generator: torch.Generator) -> Tensor:
     hue, chroma, value = u[:, 16:34].view(count, 3, PALETTE_SIZE).unbind(1)
     style[:, PALETTE] = _hsv(hue, 0.1 + 0.6 * chroma, 0.25 + 0.65 * value).flatten(1)
     style[:, GLOW], style[:, DISC] = u[:, 34], u[:, 35]
-    style[:, LAMP_POWER] = (1.0 - 1.3 * bright).clamp(0.0, 1.0)
+    style[:, LAMP_POWER] = (1.3 - 2.0 * bright).clamp(0.0, 1.0)
     style[:, CLOUD] = 0.6 * u[:, 36]
     style[:, HILL] = torch.lerp(
         style[:, GROUND_B] * bright[:, None], style[:, SKY_HORIZON], 0.3 + 0.3 * u[:, 37, None]

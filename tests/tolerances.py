@@ -37,3 +37,9 @@ RAYCAST_EDGE_SHARE = 2 / 640
 # A camera step of 1e-6 units shifts things at 0.35 units by 1e-4 px of a 64 px picture: no ray
 # changes its solid, and the steepest shading (a band edge, 1 in 2 px) changes by 1e-4.
 RAYCAST_STEP_ATOL = 1e-3
+# The same on a GPU, whose square roots and dot products round otherwise: the rim of the sun, the
+# steepest edge of all, spans 3.7e-4 of a cosine; three roundings of 6e-8 move it by 7e-4.
+RAYCAST_GPU_SHADE_ATOL = 1e-3
+# A ray changes sides of a silhouette when rounding moves it across: 1e-4 px on some 2000 px of
+# silhouettes with four rays a pixel is about one ray a picture; thirty times that is allowed.
+RAYCAST_GPU_EDGE_SHARE = 30 / 40960
