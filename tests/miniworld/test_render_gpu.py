@@ -1,7 +1,6 @@
 """The ray-caster's kernel on a GPU against the torch oracle, whole pictures."""
 
 import pytest
-import torch
 
 from miniworld import scene
 from miniworld.render import render
