@@ -1,0 +1,53 @@
+"""Attention backends: the fused product against the exact one, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention.base import AttentionNeed, select_backend
+from engine.errors import ConfigError, UnsupportedError
+from tests.tolerances import FP32_ATOL
+
+pytestmark = pytest.mark.cpu
+
+NEED = AttentionNeed(device_type="cpu", dtype=torch.float32, head_dim=16)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(9, 41), (1, 7), (7, 1), (65, 129)])
+def test_sdpa_equals_the_exact_product(rows, keys):
+    q, k, v = torch.randn(2, rows, 3, 16), torch.randn(2, keys, 3, 16), torch.randn(2, keys, 3, 16)
+    exact = select_backend(NEED, "math")(q, k, v)
+    fused = select_backend(NEED)(q, k, v)
+    assert fused.shape == (2, rows, 3, 16)
+    assert (fused - exact).abs().max() <= FP32_ATOL
+
+
+def test_sdpa_in_bf16_is_as_near_to_fp32_as_rounding_allows():
+    q, k, v = torch.randn(1, 9, 2, 16), torch.randn(1, 41, 2, 16), torch.randn(1, 41, 2, 16)
+    need = AttentionNeed(device_type="cpu", dtype=torch.bfloat16, head_dim=16)
+    low = [a.bfloat16() for a in (q, k, v)]
+    reference = select_backend(NEED, "math")(*(a.float() for a in low))
+    eager = select_backend(need, "math")(*low).float()
+    fused = select_backend(need, "sdpa")(*low).float()
+    floor = torch.finfo(torch.bfloat16).eps * reference.abs().max()
+    bound = 2 * (eager - reference).abs().max() + floor
+    assert (fused - reference).abs().max() <= bound
+
+
+def test_views_of_a_longer_buffer_give_the_same_bits():
+    q, k, v = torch.randn(1, 9, 2, 16), torch.randn(1, 64, 2, 16), torch.randn(1, 64, 2, 16)
+    backend = select_backend(NEED)
+    whole = backend(q, k[:, :41].contiguous(), v[:, :41].contiguous())
+    assert torch.equal(backend(q, k[:, :41], v[:, :41]), whole)
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(ConfigError, match="'fast'; allowed: auto, sdpa, math"):
+        select_backend(NEED, "fast")
+
+
+def test_refusal_carries_the_reason():
+    need = AttentionNeed(device_type="cpu", dtype=torch.int64, head_dim=16)
+    with pytest.raises(UnsupportedError, match=r"torch\.int64 is not floating point"):
+        select_backend(need, "sdpa")
