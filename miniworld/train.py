@@ -95,6 +95,7 @@ def load_shards(folder: Path, name: str) -> dict[str, torch.Tensor]:
 def _cache(args: argparse.Namespace, config: ModelConfig, ranks: Ranks, log: Log) -> ClipCache:
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     vae = TinyVae.from_pretrained(args.out / "vae", dtype=dtype, device=ranks.device)
+    vae = vae.to(memory_format=torch.channels_last)
     text = WordEncoder(
         config.text.vocabulary, config.text.unknown_buckets, config.text.rows, config.text_dim
     )
