@@ -205,8 +205,11 @@ def _keys(names: list[str], where: str) -> frozenset[str]:
     controls: set[str] = set()
     for name in names:
         lower = name.lower()
-        parts = [lower] if lower in KEYS else list(lower)
-        if not parts or (parts != [lower] and not set(parts) <= set("wasd")):
+        if lower in KEYS:
+            parts = [lower]
+        elif lower and set(lower) <= set("wasd"):
+            parts = list(lower)
+        else:
             raise ConfigError(f"{where}: unknown key {_shown(name)}; allowed: {ALLOWED_KEYS}")
         controls.update(control for part in parts if (control := KEYS[part]) is not None)
     return frozenset(controls)

@@ -43,3 +43,7 @@ RAYCAST_GPU_SHADE_ATOL = 1e-3
 # A ray changes sides of a silhouette when rounding moves it across: 1e-4 px on some 2000 px of
 # silhouettes with four rays a pixel is about one ray a picture; thirty times that is allowed.
 RAYCAST_GPU_EDGE_SHARE = 30 / 40960
+
+# Flat colours through H.264 at crf 17: 8-bit YUV of limited range has 219 levels of luma, and RGB
+# is up to 1.86 x chroma away from it: rounding alone costs up to 3 levels, quantisation adds one.
+H264_FLAT_COLOUR_LEVELS = 4
