@@ -67,7 +67,7 @@ class VaeStageSettings:
     critic_lr: float = 3e-4
     critic_gamma: float = 0.5
     """Strength of the critic's gradient penalties."""
-    critic_share: float = 0.25
+    critic_share: float = 0.1
     """Norm of the critic's gradient on pixels over that of the reconstruction loss."""
     critic_groups: int = 3
     """Groups of three frames that the critic sees of each clip."""
@@ -282,7 +282,7 @@ class _Run:
         seen = frame_groups(gradient, starts).norm()
         now = sharpness(leaf.detach()) / sharpness(true)
         self._sharp_ratio = self._sharp_ratio.lerp(now, 0.05)
-        boost = (1.0 + 10.0 * (settings.target_sharpness - self._sharp_ratio)).clamp(0.2, 2.0)
+        boost = (1.0 + 10.0 * (settings.target_sharpness - self._sharp_ratio)).clamp(0.0, 2.0)
         warm_up = (progress - settings.critic_start) / max(1.0 - settings.critic_start, 1e-6)
         share = settings.critic_share * min(1.0, warm_up / 0.15) * boost
         made.backward((gradient + share * seen / (push.norm() + 1e-12) * push).to(made.dtype))

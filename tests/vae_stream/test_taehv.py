@@ -28,10 +28,7 @@ def vae() -> TinyVae:
         latents_mean=mean,
         latents_std=std,
     )
-    made = TinyVae(config).eval().requires_grad_(False)
-    for parameter in made.parameters():  # so that memories and frames are of order one
-        parameter.mul_(1.6)
-    return made
+    return TinyVae(config).eval().requires_grad_(False)
 
 
 def stepwise(vae: TinyVae, latents_BTCHW: Tensor) -> tuple[Tensor, list[Tensor]]:
