@@ -234,8 +234,12 @@ class PackedCache(CacheOrder):
         self._ring = config.window_chunks
 
         def buffers(rows: int, channels: int) -> list[Tensor]:
-            shape = (batch_size, rows, heads, channels)
-            return [torch.empty(shape, device=device, dtype=dtype) for _ in range(self.layer_count)]
+            # Heads outermost: the rows of one head lie together, as attention reads them.
+            shape = (batch_size, heads, rows, channels)
+            return [
+                torch.empty(shape, device=device, dtype=dtype).transpose(1, 2)
+                for _ in range(self.layer_count)
+            ]
 
         self._keys = buffers(tables.prefix_rows + self._window_rows, width)
         self._values = buffers(tables.prefix_rows + self._window_rows, width)
@@ -258,8 +262,9 @@ class PackedCache(CacheOrder):
         if new_rows != old_rows:
             for buffers in (self._keys, self._values):
                 for layer, old_BSNK in enumerate(buffers):
-                    rows = new_rows + self._window_rows
-                    new_BSNK = old_BSNK.new_empty((old_BSNK.shape[0], rows, *old_BSNK.shape[2:]))
+                    batch_size, _, heads, width = old_BSNK.shape
+                    shape = (batch_size, heads, new_rows + self._window_rows, width)
+                    new_BSNK = old_BSNK.new_empty(shape).transpose(1, 2)
                     new_BSNK[:, new_rows:] = old_BSNK[:, old_rows:]
                     buffers[layer] = new_BSNK
         for slot, chunk_index in enumerate(self._resident()):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError, UnsupportedError
 
-BackendName = Literal["auto", "sdpa", "math"]
+BackendName = Literal["auto", "sdpa", "products", "math"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,19 +42,22 @@ class AttentionBackend(Protocol):
 
 
 def select_backend(need: AttentionNeed, prefer: BackendName = "auto") -> AttentionBackend:
-    """Choose a backend: torch SDPA unless the exact product is asked for.
+    """Choose a backend; "auto" is the products for bfloat16 on a CPU and torch SDPA elsewhere.
 
     Raises: ConfigError for an unknown name, UnsupportedError with the backend's reason.
     """
-    from engine.attention.sdpa import MathBackend, SdpaBackend
+    from engine.attention.sdpa import MathBackend, ProductsBackend, SdpaBackend
 
     choices: dict[str, AttentionBackend] = {
-        "auto": SdpaBackend(),
         "sdpa": SdpaBackend(),
+        "products": ProductsBackend(),
         "math": MathBackend(),
     }
+    if prefer == "auto":
+        is_bf16_cpu = need.device_type == "cpu" and need.dtype == torch.bfloat16
+        prefer = "products" if is_bf16_cpu else "sdpa"
     if prefer not in choices:
-        raise ConfigError(f"attention backend is {prefer!r}; allowed: {', '.join(choices)}")
+        raise ConfigError(f"attention backend is {prefer!r}; allowed: auto, {', '.join(choices)}")
     backend = choices[prefer]
     reason = backend.refusal(need)
     if reason is not None:

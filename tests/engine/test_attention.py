@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.attention.base import AttentionNeed, select_backend
+from engine.attention.sdpa import ProductsBackend
 from engine.errors import ConfigError, UnsupportedError
 from tests.tolerances import FP32_ATOL
 
@@ -23,13 +24,19 @@ def test_sdpa_equals_the_exact_product(rows, keys):
     assert (fused - exact).abs().max() <= FP32_ATOL
 
 
-def test_sdpa_in_bf16_is_as_near_to_fp32_as_rounding_allows():
+def _eager(q, k, v):
+    q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+    return ((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "products"])
+def test_bf16_is_as_near_to_fp32_as_rounding_allows(name):
     q, k, v = torch.randn(1, 9, 2, 16), torch.randn(1, 41, 2, 16), torch.randn(1, 41, 2, 16)
     need = AttentionNeed(device_type="cpu", dtype=torch.bfloat16, head_dim=16)
     low = [a.bfloat16() for a in (q, k, v)]
     reference = select_backend(NEED, "math")(*(a.float() for a in low))
-    eager = select_backend(need, "math")(*low).float()
-    fused = select_backend(need, "sdpa")(*low).float()
+    eager = _eager(*low).float()
+    fused = select_backend(need, name)(*low).float()
     floor = torch.finfo(torch.bfloat16).eps * reference.abs().max()
     bound = 2 * (eager - reference).abs().max() + floor
     assert (fused - reference).abs().max() <= bound
@@ -42,8 +49,28 @@ def test_views_of_a_longer_buffer_give_the_same_bits():
     assert torch.equal(backend(q, k[:, :41], v[:, :41]), whole)
 
 
+def test_products_in_blocks_equal_the_whole():
+    q, k, v = torch.randn(2, 9, 3, 16), torch.randn(2, 41, 3, 16), torch.randn(2, 41, 3, 16)
+    whole = ProductsBackend()(q, k, v)
+    blocked = ProductsBackend(buffer_bytes=4 * 6 * 41 * 4)(q, k, v)
+    assert (blocked - whole).abs().max() <= FP32_ATOL
+    assert (whole - select_backend(NEED, "math")(q, k, v)).abs().max() <= FP32_ATOL
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name"),
+    [
+        ("cpu", torch.bfloat16, "products"),
+        ("cpu", torch.float32, "sdpa"),
+        ("cuda", torch.bfloat16, "sdpa"),
+    ],
+)
+def test_automatic_choice(device, dtype, name):
+    assert select_backend(AttentionNeed(device_type=device, dtype=dtype, head_dim=64)).name == name
+
+
 def test_unknown_backend_is_refused():
-    with pytest.raises(ConfigError, match="'fast'; allowed: auto, sdpa, math"):
+    with pytest.raises(ConfigError, match="'fast'; allowed: auto, sdpa, products, math"):
         select_backend(NEED, "fast")
 
 
