@@ -100,8 +100,7 @@ class Engine:
             raise CheckpointError(f"{folder} is not a folder; expected one with config.json")
         model_config = read_config(folder)
         device = resolve_device(config.device)
-        choice = _resolve_dtype(model_config, config, device)
-        check_memory(model_config, choice.dtype, available_gib(device), geometries)
+        choice = _resolve_dtype(model_config, config, device, geometries)
         model_hash = verify_manifest(folder)
         text_encoder = _word_encoder(model_config)
         model = load_model(
@@ -140,8 +139,7 @@ class Engine:
         """
         config = config or EngineConfig()
         device = resolve_device(config.device)
-        choice = _resolve_dtype(model_config, config, device)
-        check_memory(model_config, choice.dtype, available_gib(device), geometries)
+        choice = _resolve_dtype(model_config, config, device, geometries)
         model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in model.named_parameters():
@@ -303,12 +301,20 @@ def _word_encoder(config: ModelConfig) -> WordEncoder:
 
 
 def _resolve_dtype(
-    model_config: ModelConfig, config: EngineConfig, device: torch.device
+    model_config: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    geometries: tuple[Geometry, ...],
 ) -> DtypeChoice:
+    """Choose the dtype and check the memory; even measuring a block may need too much of it."""
+    present_gib = available_gib(device)
     if config.dtype != "auto":
+        check_memory(model_config, config.dtype, present_gib, geometries)
         return DtypeChoice(dtype=config.dtype)
+    check_memory(model_config, "bfloat16", present_gib, geometries)
     choice = choose_dtype(model_config, device)
     _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
+    check_memory(model_config, choice.dtype, present_gib, geometries)
     return choice
 
 
