@@ -1,0 +1,164 @@
+"""Quality of the mini world: ``python -m miniworld.evaluate``.
+
+Owns the command: which items run, on what, and where table, json and contact sheets go. All cases
+are held out, all seeds fixed; every rollout has its own history and the sampler of the product.
+What was measured is written after each item, so that a run that is cut keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import preset
+from miniworld.evaluation import endurance, quality
+from miniworld.evaluation.figures import Report
+from miniworld.evaluation.models import Models, load
+from miniworld.evaluation.quality import SHORT, Settings
+
+Item = Callable[[Models, Settings, Report], None]
+ITEMS: dict[str, Item] = {
+    "vae": quality.measure_vae,
+    "rollout": quality.measure_rollout,
+    "yaw": quality.measure_yaw,
+    "walking": quality.measure_walking,
+    "return": quality.measure_return,
+    "prompt": quality.measure_prompts,
+    "leading": quality.measure_leading,
+    "long": endurance.measure_long,
+    "outside": endurance.measure_outside,
+    "endless": endurance.measure_endless,
+}
+
+
+def evaluate(
+    models: Models,
+    settings: Settings,
+    items: Sequence[str] = tuple(ITEMS),
+    *,
+    json_path: Path | None = None,
+    log: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Measure items one after another.
+
+    Raises: KeyError for an unknown item.
+    """
+    measures = {name: ITEMS[name] for name in items}
+    report = Report(environment=describe(models, settings))
+    for name, measure in measures.items():
+        started_s = time.perf_counter()
+        measure(models, settings, report)
+        report.seconds[name] = round(time.perf_counter() - started_s, 2)
+        log(f"{name}: {report.seconds[name]:.1f} s")
+        if json_path is not None:
+            part = json_path.with_suffix(".part")
+            part.write_text(report.to_json(), encoding="utf-8")
+            part.replace(json_path)
+    return report
+
+
+def describe(models: Models, settings: Settings) -> dict[str, Any]:
+    """Say what was measured, with what, and where."""
+    device = models.device
+    is_cuda = device.type == "cuda"
+    return {
+        "weights": models.source,
+        "weights_hash": models.weights_hash,
+        "dtype": str(models.core.model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "settings": {
+            key: value for key, value in dataclasses.asdict(settings).items() if key != "sheet_dir"
+        },
+        "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return found.stdout.strip() or "unknown"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m miniworld.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--weights", default="", help="folder of shipped weights or of a training run, or "
+        "'random'; the shipped ones by default")  # fmt: skip
+    add("--stage", default="", help="stage of a training run: distil or flow")
+    add("--cases", type=int, help="held-out clips of each item (64; 8 with --short)")
+    add("--seed", type=int, default=0, help="added to the fixed seeds")
+    add("--short", action="store_true", help="fewer clips and chunks, for a CPU")
+    add("--items", default=",".join(ITEMS), help="comma-separated; all by default")
+    add("--json", type=Path, help="write every figure here")
+    add("--sheet-dir", type=Path, help="write contact sheets here")
+    add("--device", default="auto", help="cuda, cpu; cuda where present by default")
+    add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on CUDA by default")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    items = [name for name in args.items.split(",") if name]
+    unknown = sorted(set(items) - set(ITEMS))
+    if unknown or not items:
+        parser.error(f"--items: {unknown or 'none'}; allowed: {','.join(ITEMS)}")
+    settings = dataclasses.replace(
+        SHORT if args.short else Settings(), seed=args.seed, sheet_dir=args.sheet_dir
+    )
+    if args.cases is not None:
+        settings = dataclasses.replace(settings, cases=args.cases)
+    if not 2 <= settings.cases <= 4096:
+        parser.error(f"--cases: {settings.cases}; allowed: 2 to 4096")
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    dtype = getattr(torch, args.dtype or ("bfloat16" if name == "cuda" else "float32"))
+    models = load(
+        args.weights or str(preset("mini").weights), device=device, dtype=dtype, stage=args.stage
+    )
+    report = evaluate(models, settings, items, json_path=args.json, log=_print)
+    _print(report.table())
+    return 0
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
