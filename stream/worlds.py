@@ -98,16 +98,11 @@ def load_models(spec: WorldSpec) -> Models:
         CheckpointError: weights are missing, damaged or made for another picture size.
         DeviceError: the device or its memory does not suffice.
     """
-    from engine.device import DtypeName, available_gib, check_memory, resolve_device
     from engine.engine import Engine
     from vae_stream.decoder import StreamingDecoder
     from vae_stream.encoder import ImageEncoder
 
     found = preset(spec.preset, spec.geometry)
-    # Before "auto" measures a block: one block of the large model takes minutes on a CPU.
-    present_gib = available_gib(resolve_device(spec.engine.device))
-    smaller: DtypeName = "float32" if spec.engine.dtype == "float32" else "bfloat16"
-    check_memory(found.model, smaller, present_gib, found.geometries)
     if spec.weights == "random":
         engine = Engine.from_random(found.model, spec.engine, geometries=found.geometries)
         folder = None
