@@ -82,6 +82,7 @@ class StreamingDecoder:
         )
         parameter = vae.decoder.stem.weight
         self._device, self._dtype = parameter.device, parameter.dtype
+        # 17 frames of 256x160 on 2 cores: 131 ms fp32, 63 ms bf16; contiguous: 134 and 70 ms.
         self._memory_format = torch.channels_last
         vae.decoder.to(memory_format=self._memory_format)  # type: ignore[call-overload]
 

@@ -22,6 +22,7 @@ class ImageEncoder:
 
     def __init__(self, vae: TinyVae) -> None:
         self._vae = vae
+        vae.encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @classmethod
     def from_pretrained(

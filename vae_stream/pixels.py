@@ -12,8 +12,11 @@ from torch import Tensor
 
 def to_uint8(frames_TCHW: Tensor) -> Tensor:
     """Return `frames_THWC` uint8: clamp to 0..1 in fp32, times 255, round half to even."""
-    scaled = frames_TCHW.permute(0, 2, 3, 1).float().clamp(0.0, 1.0) * 255.0
-    return scaled.round().to(torch.uint8).contiguous()
+    # One copy, then in place: fresh memory costs more than the arithmetic.
+    frames_THWC = torch.empty(
+        frames_TCHW.permute(0, 2, 3, 1).shape, dtype=torch.float32, device=frames_TCHW.device
+    ).copy_(frames_TCHW.permute(0, 2, 3, 1))
+    return frames_THWC.clamp_(0.0, 1.0).mul_(255.0).round_().to(torch.uint8)
 
 
 def from_uint8(frames_THWC: Tensor) -> Tensor:
