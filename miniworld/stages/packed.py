@@ -100,6 +100,7 @@ class PackedLayout:
         self._describe_rows(config)
         # One rule over persistent tensors: a new closure for each switch would compile anew.
         self._prompt_of_chunk = torch.zeros(chunks, dtype=torch.int32, device=device)
+        self._switch_chunk = -1
         self._rule = self._visible()
         self._masks: dict[int, Any] = {}
 
@@ -131,9 +132,12 @@ class PackedLayout:
 
         A FlexAttention block mask on CUDA, a boolean [queries, keys] elsewhere.
         """
-        index = torch.arange(self.chunks, device=self.device)
-        second = (index >= switch_chunk).int().clamp(max=self.prompts - 1)
-        self._prompt_of_chunk.copy_(second)
+        if switch_chunk != self._switch_chunk:
+            # Only then: backward passes of the same batch still read the tensor.
+            index = torch.arange(self.chunks, device=self.device)
+            second = (index >= switch_chunk).int().clamp(max=self.prompts - 1)
+            self._prompt_of_chunk.copy_(second)
+            self._switch_chunk = switch_chunk
         if switch_chunk not in self._masks:
             queries, keys = len(self._query_kind), len(self._key_kind)
             if self.device.type == "cuda":
