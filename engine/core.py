@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionNeed, select_backend
-from engine.attention.placement import Placement
+from engine.attention.placement import Placement, PlacementOps
 from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
 from engine.config import ModelConfig
 from engine.denoise import denoise_chunk, model_times
@@ -100,10 +100,12 @@ class RolloutCore:
         options: CoreOptions | None = None,
         *,
         backend: AttentionBackend | None = None,
+        ops: PlacementOps | None = None,
     ) -> None:
         self.model = model
         self.config: ModelConfig = model.config
         self.options = options or CoreOptions()
+        self._ops = ops or PlacementOps()
         self.device = model.proj_in.weight.device
         self.times: list[float] = model_times(self.config.sampler).tolist()
         self.backend = backend or select_backend(
@@ -268,10 +270,10 @@ class RolloutCore:
                 query=camera.query[None], key_value=camera.key_value[None],
                 output=camera.output[None],
             ),
-            start=config.rotary_dim,
+            ops=self._ops,
         )  # fmt: skip
         cos_SK, sin_SK = tables(window_positions(config, text_rows))
-        window = WindowTables(prefix_rows=layout.rows, cos_SK=cos_SK, sin_SK=sin_SK)
+        window = WindowTables(prefix_rows=layout.rows, cos_SK=cos_SK, sin_SK=sin_SK, ops=self._ops)
         return layout, window, placement
 
     def _fill_prefix(self, state: CoreState) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.placement import PlacementOps, place, turn
 from engine.camera import FIRST_FRAMES, CameraState, integrate, relative_views
 from engine.checkpoint import empty_model, load_model, read_config, verify_manifest
 from engine.clock import new_clock
@@ -64,14 +65,13 @@ class Engine:
         self.device = model.proj_in.weight.device
         self.dtype = model.dtype
         self._text_encoder = text_encoder
-        if config.compile_blocks:
-            _compile_blocks(model)
+        ops = _compile_blocks(model) if config.compile_blocks else PlacementOps()
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
             adaln_tables=config.adaln_tables,
             packed_history=config.packed_history,
         )
-        self._core: RolloutCore | None = RolloutCore(model, options)
+        self._core: RolloutCore | None = RolloutCore(model, options, ops=ops)
 
     @classmethod
     def from_pretrained(cls, source: str | Path, config: EngineConfig | None = None) -> Engine:
@@ -332,10 +332,14 @@ def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None
     parameter.data.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
 
 
-def _compile_blocks(model: MiniMaxH3Transformer) -> None:
-    """Compile the halves of the blocks before and after attention; the eager code stays as is."""
+def _compile_blocks(model: MiniMaxH3Transformer) -> PlacementOps:
+    """Compile the halves of the blocks around attention and the placement of rows.
+
+    The methods of the model's class stay as they are; only its own blocks call compiled forms.
+    """
     from graphs.compile import compile_module
 
     for block in model.transformer_blocks:
         for half in ("project", "finish"):
             setattr(block, half, compile_module(getattr(block, half)))
+    return PlacementOps(place=compile_module(place), turn=compile_module(turn))

@@ -14,13 +14,13 @@ Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.attention.placement import Placement
+from engine.attention.placement import Placement, PlacementOps
 from engine.config import ModelConfig
 from engine.errors import StateError
 from engine.model.prope import Projective
@@ -34,6 +34,7 @@ class WindowTables:
     prefix_rows: int
     cos_SK: Tensor
     sin_SK: Tensor
+    ops: PlacementOps = field(default_factory=PlacementOps)
 
 
 class WindowCache(Protocol):
@@ -96,6 +97,10 @@ class CacheOrder:
         rows = slice(slot * self.rows, (slot + 1) * self.rows)
         return self.tables.cos_SK[rows], self.tables.sin_SK[rows]
 
+    def _placement_of(self, slot: int, camera: Projective) -> Placement:
+        cos_RK, sin_RK = self.slot_tables(slot)
+        return Placement(cos_RK=cos_RK, sin_RK=sin_RK, camera=camera, ops=self.tables.ops)
+
     def begin(self, chunk_index: int, camera: Projective) -> None:
         """Open a chunk. Beginning the same chunk again drops what its passes wrote.
 
@@ -110,8 +115,7 @@ class CacheOrder:
             self._slide()
         self._can_undo = False
         self._written.clear()
-        cos_RK, sin_RK = self.slot_tables(self.slot)
-        self._placement = Placement(cos_RK=cos_RK, sin_RK=sin_RK, camera=camera, start=self.start)
+        self._placement = self._placement_of(self.slot, camera)
 
     def commit(self) -> None:
         """Close the chunk and make it history.
@@ -190,8 +194,7 @@ class PlainCache(CacheOrder):
         prefix_k, prefix_v = self._prefix[layer]
         keys, values = [prefix_k], [prefix_v]
         for slot, (chunk, camera) in enumerate(zip(self._chunks, self._cameras, strict=True)):
-            cos_RK, sin_RK = self.slot_tables(slot)
-            past = Placement(cos_RK=cos_RK, sin_RK=sin_RK, camera=camera, start=self.start)
+            past = self._placement_of(slot, camera)
             keys.append(past.key(chunk[layer][0]))
             values.append(past.value(chunk[layer][1]))
         keys.append(placement.key(k_BRNK))

@@ -6,6 +6,7 @@ Shape suffixes: B batch, R rows, N heads, K head width, G camera groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,31 +15,47 @@ from engine.model.prope import Projective, apply_prope
 from engine.model.rope import apply_rope
 
 
+def place(x_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, matrix_BG44: Tensor) -> Tensor:
+    """Rotate the leading channels, then multiply the rest by each row's matrix."""
+    return turn(apply_rope(x_BRNK, cos_RK, sin_RK), matrix_BG44, cos_RK.shape[-1])
+
+
+def turn(x_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
+    """Multiply the channels from ``start`` on by each row's matrix."""
+    return apply_prope(x_BRNK, matrix_BG44, start)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementOps:
+    """The two functions above, or compiled forms of them."""
+
+    place: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = place
+    turn: Callable[[Tensor, Tensor, int], Tensor] = turn
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Placement:
     """Positions and cameras of one run of rows."""
 
     cos_RK: Tensor
+    """As wide as the channels that RoPE rotates."""
     sin_RK: Tensor
     camera: Projective
     """[B or 1, G, 4, 4]; each matrix serves R / G rows."""
-    start: int
-    """First head channel of PRoPE."""
+    ops: PlacementOps
 
     def query(self, q_BRNK: Tensor) -> Tensor:
         """Place queries."""
-        rotated_BRNK = apply_rope(q_BRNK, self.cos_RK, self.sin_RK)
-        return apply_prope(rotated_BRNK, self.camera.query, self.start)
+        return self.ops.place(q_BRNK, self.cos_RK, self.sin_RK, self.camera.query)
 
     def key(self, k_BRNK: Tensor) -> Tensor:
         """Place keys."""
-        rotated_BRNK = apply_rope(k_BRNK, self.cos_RK, self.sin_RK)
-        return apply_prope(rotated_BRNK, self.camera.key_value, self.start)
+        return self.ops.place(k_BRNK, self.cos_RK, self.sin_RK, self.camera.key_value)
 
     def value(self, v_BRNK: Tensor) -> Tensor:
         """Place values: cameras only."""
-        return apply_prope(v_BRNK, self.camera.key_value, self.start)
+        return self.ops.turn(v_BRNK, self.camera.key_value, self.cos_RK.shape[-1])
 
     def output(self, o_BRNK: Tensor) -> Tensor:
         """Bring the attention output into the query row's own frame."""
-        return apply_prope(o_BRNK, self.camera.output, self.start)
+        return self.ops.turn(o_BRNK, self.camera.output, self.cos_RK.shape[-1])
