@@ -1,0 +1,106 @@
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from engine.checkpoint import save_model, write_manifest
+from engine.config import EngineConfig, preset
+from engine.errors import CheckpointError
+from engine.text import WordEncoder
+from stream.cli import main
+from stream.jobs import WorldSpec, read_start, world_spec
+from stream.worlds import ModelCache, load_models
+from tests.tiny import tiny_model
+from vae_stream.taehv import TinyVae, TinyVaeConfig
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights of the tiny preset as they would ship."""
+    config = preset("tiny").model
+    text = config.text
+    encoder = WordEncoder(text.vocabulary, text.unknown_buckets, text.rows, config.text_dim)
+    path = tmp_path / "weights"
+    save_model(path, tiny_model(config), config, text_encoder=encoder)
+    TinyVae(TinyVaeConfig()).save_pretrained(path / "vae")
+    write_manifest(path)
+    return path
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> str:
+    path = tmp_path / "seed.png"
+    Image.new("RGB", (96, 64), (90, 120, 60)).save(path)
+    return str(path)
+
+
+def _spec(weights: Path | str, preset_name: str = "tiny") -> WorldSpec:
+    return world_spec(
+        preset_name,
+        size=None,
+        weights=str(weights),
+        renderer=False,
+        device="cpu",
+        dtype="float32",
+    )
+
+
+def test_folder_of_weights_runs_and_replays(
+    folder: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.mp4"
+    options = ["--image", image, "--actions", "w*34", "--out", str(out), "--dtype", "float32"]
+    code = main(["generate", *options, "--preset", "tiny", "--weights", str(folder)])
+    assert code == 0, capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "a.trace.jsonl")]) == 0
+
+
+@pytest.mark.parametrize("name", ["vae/model.safetensors", "vae/config.json", "config.json"])
+def test_changed_file_is_refused_by_name(
+    folder: Path, image: str, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / name
+    path.write_bytes(path.read_bytes() + b" ")
+    options = ["--image", image, "--actions", "w*17", "--out", str(tmp_path / "a.mp4")]
+    code = main(["generate", *options, "--preset", "tiny", "--weights", str(folder)])
+    err = capsys.readouterr().err
+    assert code == 3
+    assert err.count("\n") == 1
+    assert name in err
+
+
+def test_missing_decoder_is_refused_by_name(folder: Path) -> None:
+    (folder / "vae" / "model.safetensors").unlink()
+    (folder / "MANIFEST.json").unlink()
+    with pytest.raises(CheckpointError, match=r"vae.*No such file"):
+        load_models(_spec(folder))
+
+
+def test_weights_of_another_size_are_refused(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"made for 96x64; asked for: 256x160"):
+        load_models(_spec(folder, "mini"))
+
+
+def test_equal_specs_share_their_models(image: str) -> None:
+    cache, spec = ModelCache(), _spec("random")
+    start = read_start(spec, image=image, scene=None)
+    first = cache.world(spec, start)
+    second = cache.world(_spec("random"), start)
+    assert first is not second
+    assert first._engine is second._engine
+    cache.close()
+
+
+def test_random_weights_are_the_same_each_time() -> None:
+    first, second = load_models(_spec("random")), load_models(_spec("random"))
+    assert first.engine.model_hash == second.engine.model_hash
+    picture_HWC = torch.arange(64 * 96 * 3).view(64, 96, 3).to(torch.uint8)
+    latents = [models.encoder.encode_image(picture_HWC) for models in (first, second)]
+    assert torch.equal(*latents)
+
+
+def test_engine_config_of_a_spec() -> None:
+    assert _spec("random").engine == EngineConfig(device="cpu", dtype="float32")
