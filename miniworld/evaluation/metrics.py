@@ -42,35 +42,41 @@ def sharpness_ratio(made_BFCHW: Tensor, true_BFCHW: Tensor) -> float:
     return float(sharpness(made_BFCHW).mean() / sharpness(true_BFCHW).mean())
 
 
-def _peak_over_neighbours(frames_BFCHW: Tensor, period_px: int, axis: int) -> Tensor:
-    """Power at one spatial period over the mean of the bins beside it, along one axis."""
+def _peak_and_neighbours(frames_BFCHW: Tensor, period_px: int, axis: int) -> tuple[Tensor, Tensor]:
+    """Mean squared amplitude at one spatial period and at the bins beside it, along one axis."""
     size = frames_BFCHW.shape[axis]
     shape = [1] * frames_BFCHW.dim()
     shape[axis] = size
-    # A Hann window keeps edges at the border from leaking into every bin.
+    # A Hann window keeps edges at the border from leaking into every bin; its gain is one half.
     window = torch.hann_window(size, device=frames_BFCHW.device).view(shape)
-    power = torch.fft.rfft(frames_BFCHW.float() * window, dim=axis).abs().square()
-    power = power.transpose(axis, -1).flatten(0, -2).mean(0)
+    spectrum = torch.fft.rfft(frames_BFCHW.float() * window, dim=axis).abs()
+    # A wave has half of its amplitude at its own frequency, but all of it at the highest one.
+    scale = 2.0 / size if period_px == 2 else 4.0 / size
+    power = (scale * spectrum).square().transpose(axis, -1).flatten(0, -2).mean(0)
     peak = size // period_px
     near = [peak + s * d for d in _GRID_NEIGHBOURS for s in (-1, 1) if peak + s * d < len(power)]
-    return power[peak] / power[near].mean().clamp(min=1e-20)
+    return power[peak], power[near].mean()
 
 
-def grid_score(made_BFCHW: Tensor, true_BFCHW: Tensor) -> float:
-    """Strength of a regular grid: the worst of periods 2 and 4 px along both axes.
+def grid(made_BFCHW: Tensor, true_BFCHW: Tensor) -> tuple[float, float]:
+    """Strength of a regular grid with periods of 2 and 4 px along both axes, the worst of the four.
 
-    Power at the period over its neighbours, divided by the same figure of the truth. 1 is no more
-    grid than the truth has.
+    Returns: its amplitude in steps of 8 bits (half a step drowns in rounding), and the height of
+    its peak over the bins beside it, divided by the same of the truth (1 is no more than there).
     """
     made, true = _inner(made_BFCHW), _inner(true_BFCHW)
     # Sizes that 4 divides put both periods on a bin.
     height, width = (size - size % 4 for size in made.shape[-2:])
     made, true = made[..., :height, :width], true[..., :height, :width]
-    return max(
-        float(_peak_over_neighbours(made, period, axis) / _peak_over_neighbours(true, period, axis))
-        for period in (2, 4)
-        for axis in (-1, -2)
-    )
+    amplitude, ratio = 0.0, 0.0
+    for period_px in (2, 4):
+        for axis in (-1, -2):
+            peak, near = _peak_and_neighbours(made, period_px, axis)
+            true_peak, true_near = _peak_and_neighbours(true, period_px, axis)
+            excess = (peak - near - (true_peak - true_near)).clamp(min=0.0)
+            amplitude = max(amplitude, 255.0 * float(excess.sqrt()))
+            ratio = max(ratio, float(peak / near.clamp(min=1e-20) * true_near / true_peak))
+    return amplitude, ratio
 
 
 def brightness(frames_BFCHW: Tensor) -> Tensor:
