@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint import save_model
 from engine.config import ModelConfig, TextConfig, preset
 from engine.model.dit import MiniMaxH3Transformer
 from engine.text import WordEncoder
@@ -180,6 +182,17 @@ def build_models(
     return model, text
 
 
+def _export(args: argparse.Namespace, log: Log) -> None:
+    """Write the folder that an engine loads: int8 rows, the autoencoder, hashes of all files."""
+    config = mini_config()
+    model, text = build_models(config, load_shards(args.out, args.stage_weights))
+    args.to.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(args.out / "vae", args.to / "vae", dirs_exist_ok=True)
+    model_hash = save_model(args.to, model, config, text_encoder=text)
+    size = sum(path.stat().st_size for path in args.to.rglob("*") if path.is_file())
+    log(f"exported {args.stage_weights} to {args.to}: {size / 2**20:.1f} MiB, hash {model_hash}")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m miniworld.train",
@@ -208,6 +221,9 @@ def _parser() -> argparse.ArgumentParser:
     distil = stages.add_parser(
         "distil", parents=[common, timed, clips], help="own rollouts, about 6 minutes"
     )
+    export = stages.add_parser("export", parents=[common], help="write a folder of weights")
+    export.add_argument("--to", type=Path, required=True, help="folder of the shipped weights")
+    export.add_argument("--stage-weights", choices=("flow", "distil"), default="distil")
     distil.add_argument("--rollouts", type=int, default=128, help="rollouts made at once")
     return parser
 
@@ -222,8 +238,10 @@ def main(argv: list[str] | None = None) -> None:
         _vae(args, ranks, log)
     elif args.stage == "flow":
         _flow(args, ranks, log)
-    else:
+    elif args.stage == "distil":
         _distil(args, ranks, log)
+    else:
+        _export(args, log)
     ranks.close()
 
 
