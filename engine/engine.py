@@ -323,13 +323,18 @@ def _resolved(config: EngineConfig, device: torch.device, choice: DtypeChoice) -
 
 
 def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    """Fill a parameter so that activations keep their size: norms near 1, linears 1/sqrt(width)."""
+    """Fill a parameter so that activations keep their size: norms near 1, linears 1/sqrt(width).
+
+    Drawn in fp32 whatever the dtype, so that models of two dtypes differ by rounding alone.
+    """
+    drawn = torch.zeros(parameter.shape, device=parameter.device)
     if parameter.ndim == 1:
-        parameter.data.normal_(0.0, 0.05, generator=generator)
+        drawn.normal_(0.0, 0.05, generator=generator)
         if "norm" in name and name.endswith("weight"):
-            parameter.data.add_(1.0)
-        return
-    parameter.data.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            drawn.add_(1.0)
+    else:
+        drawn.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+    parameter.data.copy_(drawn)
 
 
 def _compile_blocks(model: MiniMaxH3Transformer) -> PlacementOps:

@@ -296,3 +296,10 @@ def test_each_shortcut_can_be_left_out(switch):
     config = dataclasses.replace(FLOAT32, **{switch: False})
     engine = Engine.from_random(tiny_config(), config)
     torch.testing.assert_close(_roll(_rollout(engine), 7, engine), _roll(_rollout(), 7))
+
+
+def test_warm_up_leaves_nothing_behind():
+    engine = Engine.from_random(tiny_config(), FLOAT32)
+    cold = _roll(_rollout(engine), 7, engine)
+    engine.warm_up()
+    assert torch.equal(_roll(_rollout(engine), 7, engine), cold)
