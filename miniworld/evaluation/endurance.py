@@ -102,6 +102,8 @@ def measure_long(models: Models, settings: Settings, report: Report) -> None:
             report.add("long", f"sharpness / VAE round trip, {at}",
                        metrics.sharpness_ratio(frames, reference), count=count,
                        at_least=0.9, at_most=1.1)  # fmt: skip
+            report.add("long", f"strength of edges / VAE round trip, {at}",
+                       metrics.edge_ratio(frames, reference), count=count)  # fmt: skip
             report.add("long", f"latent deviation of the truth / chunk 1, {at}",
                        encode_chunk(models, true).std()
                        / encode_chunk(models, cases.truth(0)).std(), count=count)  # fmt: skip

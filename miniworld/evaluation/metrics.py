@@ -42,6 +42,21 @@ def sharpness_ratio(made_BFCHW: Tensor, true_BFCHW: Tensor) -> float:
     return float(sharpness(made_BFCHW).mean() / sharpness(true_BFCHW).mean())
 
 
+def edge_ratio(made_BFCHW: Tensor, true_BFCHW: Tensor) -> float:
+    """Root mean square of neighbour differences over that of the truth.
+
+    Stricter than `sharpness_ratio`: a blurred edge keeps its height, and with it the sum of its
+    differences, but not the sum of their squares.
+    """
+
+    def energy(frames_BFCHW: Tensor) -> Tensor:
+        inner = _inner(frames_BFCHW)
+        across = (inner[..., 1:] - inner[..., :-1]).square().mean()
+        return across + (inner[..., 1:, :] - inner[..., :-1, :]).square().mean()
+
+    return float((energy(made_BFCHW) / energy(true_BFCHW)).sqrt())
+
+
 def _peak_and_neighbours(frames_BFCHW: Tensor, period_px: int, axis: int) -> tuple[Tensor, Tensor]:
     """Mean squared amplitude at one spatial period and at the bins beside it, along one axis."""
     size = frames_BFCHW.shape[axis]

@@ -30,6 +30,7 @@ from miniworld.evaluation.cases import (
 from miniworld.evaluation.figures import Report, Sheet, median, share
 from miniworld.evaluation.metrics import (
     edge_correlation,
+    edge_ratio,
     grid,
     psnr_db,
     sharpness_ratio,
@@ -94,6 +95,8 @@ def measure_vae(models: Models, settings: Settings, report: Report) -> None:
                    count=len(error))  # fmt: skip
         report.add("vae", f"sharpness / truth, chunk {chunk}", sharpness_ratio(made, truth),
                    count=len(error), at_least=0.9, at_most=1.05)  # fmt: skip
+        report.add("vae", f"strength of edges / truth, chunk {chunk}", edge_ratio(made, truth),
+                   count=len(error))  # fmt: skip
         grids.append(grid(made, truth))
     levels, ratio = (max(values) for values in zip(*grids, strict=True))
     report.add("vae", "grid of 2 or 4 px, amplitude, worst chunk", levels, unit="/255",
@@ -135,6 +138,8 @@ def measure_rollout(models: Models, settings: Settings, report: Report) -> None:
     report.add("rollout", f"sharpness / VAE round trip, chunk {last}",
                sharpness_ratio(frames, reference), count=len(cases),
                at_least=0.9, at_most=1.1)  # fmt: skip
+    report.add("rollout", f"strength of edges / VAE round trip, chunk {last}",
+               edge_ratio(frames, reference), count=len(cases))  # fmt: skip
     report.add("rollout", "latent chunks made, all clips", len(cases) * last / made_s,
                unit="chunks/s", count=len(cases))  # fmt: skip
     settings.save(sheet, "rollout")
