@@ -71,6 +71,7 @@ def load(source: str, *, device: torch.device, dtype: torch.dtype, stage: str = 
         return _random(device, dtype)
     folder = Path(source)
     vae = TinyVae.from_pretrained(folder / "vae", dtype=dtype, device=device)
+    vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if (folder / "config.json").is_file():
         config = read_config(folder)
         weights_hash = verify_manifest(folder)
