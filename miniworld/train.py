@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +32,7 @@ from engine.model.dit import MiniMaxH3Transformer
 from engine.text import WordEncoder
 from miniworld.prompts import KNOWN_WORDS
 from miniworld.stages.distil import DistilConfig, train_distil
-from miniworld.stages.flow import FlowConfig, TrainedModel, train_flow
+from miniworld.stages.flow import FlowConfig, train_flow
 from miniworld.stages.latents import ClipCache
 from miniworld.stages.ranks import Ranks
 from miniworld.stages.vae import train_vae
@@ -97,7 +98,8 @@ def load_shards(folder: Path, name: str) -> dict[str, torch.Tensor]:
 def _cache(args: argparse.Namespace, config: ModelConfig, ranks: Ranks, log: Log) -> ClipCache:
     dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
     vae = TinyVae.from_pretrained(args.out / "vae", dtype=dtype, device=ranks.device)
-    vae = vae.to(memory_format=torch.channels_last)
+    channels_last: Any = {"memory_format": torch.channels_last}  # not in torch's annotations
+    vae = vae.to(**channels_last)
     text = WordEncoder(
         config.text.vocabulary, config.text.unknown_buckets, config.text.rows, config.text_dim
     )

@@ -11,8 +11,8 @@ E text width.
 
 | fp32 always | dtype of the blocks (bf16 as released) |
 |---|---|
-| latents, velocities, ``proj_in``, ``audio_proj_in``, ``time_embedder``, heads, SiLU of the time | |
-| inside every RMSNorm, weight included; rounded once on leaving | linears, modulation, residuals |
+| latents, velocities, input projections, ``time_embedder``, heads | linears, modulation |
+| inside every RMSNorm, weight included; rounded once on leaving | residuals, q, k, v |
 
 Source: h3 release configuration; equations in the comments below.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,7 @@ class RefinerBlock(nn.Module):
         self.ff = FeedForward(config)
 
     def forward(self, x_BRD: Tensor) -> Tensor:
-        """x + Attn(norm1 x), then x + FFN(norm2 x)."""
+        """Add Attn(norm1 x), then FFN(norm2 x)."""
         q, k, v = (a.transpose(1, 2) for a in self.attn.project(self.norm1(x_BRD)))
         x_BRD = x_BRD + self.attn.merge(F.scaled_dot_product_attention(q, k, v).transpose(1, 2))
         return x_BRD + self.ff(self.norm2(x_BRD))
@@ -203,14 +203,14 @@ class TimeEmbedder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.half = config.freq_dim // 2
+        self._freq_half = config.freq_dim // 2
         self.linear_1 = nn.Linear(config.freq_dim, config.time_embed_hidden_dim)
         self.linear_2 = nn.Linear(config.time_embed_hidden_dim, config.time_embed_dim)
 
     def forward(self, t_M: Tensor) -> Tensor:
         """Return silu(L2 silu(L1 e(t))), fp32 [..., C]."""
-        index = torch.arange(self.half, dtype=torch.float32, device=t_M.device)
-        angle = t_M.float()[..., None] * torch.exp(-math.log(10_000) * index / self.half)
+        index = torch.arange(self._freq_half, dtype=torch.float32, device=t_M.device)
+        angle = t_M.float()[..., None] * torch.exp(-math.log(10_000) * index / self._freq_half)
         embedding = torch.cat([angle.cos(), angle.sin()], dim=-1)
         return F.silu(self.linear_2(F.silu(self.linear_1(embedding))))
 
@@ -242,6 +242,9 @@ class MiniMaxH3Transformer(nn.Module):
         self.norm_out = OutputNorm(config)
         self.proj_out = nn.Linear(config.hidden_size, features)
         self.audio_proj_out = nn.Linear(config.hidden_size, config.audio_in_channels)
+
+    def _block(self, layer: int) -> TransformerBlock:
+        return cast(TransformerBlock, self.transformer_blocks[layer])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -277,7 +280,7 @@ class MiniMaxH3Transformer(nn.Module):
 
         Order: shift, scale, gate of attention, then of the feed-forward part.
         """
-        return self.transformer_blocks[layer].adaln_proj(temb_MC, 6)
+        return self._block(layer).adaln_proj(temb_MC, 6)
 
     def final_modulation(self, temb_MC: Tensor) -> Tensor:
         """Return the vectors of the output norm [..., 2, D]: shift, scale."""
@@ -303,7 +306,8 @@ class MiniMaxH3Transformer(nn.Module):
                 nobody reads.
         """
         last = len(self.transformer_blocks) - 1
-        for layer, block in enumerate(self.transformer_blocks):
+        for layer in range(last + 1):
+            block = self._block(layer)
             q_BRNK, k_BRNK, v_BRNK = block.project(x_BRD, modulations_BR6D[layer])
             if keys_values_only and layer == last:
                 attend.store(layer, k_BRNK, v_BRNK)

@@ -283,8 +283,16 @@ def train_distil(
     """Distil from the weights of stage "flow", or go on from ``out_dir/distil.ckpt``.
 
     Args:
+        out_dir: folder of the checkpoint.
+        cache: encoded clips.
+        config: of the model.
         flow: averaged weights of stage "flow".
+        recipe: hyperparameters.
         budget_s: seconds of the whole stage, resumed parts counted.
+        seed: of noise and batches; processes derive theirs from it.
+        ranks: processes that train together.
+        resume: go on from the checkpoint if there is one.
+        log: takes a line every ten updates of the student.
         max_steps: stop after so many updates of the student, for tests.
     """
     device = ranks.device

@@ -92,9 +92,7 @@ class TrainedModel:
             self.model.cast_blocks(torch.bfloat16)
         self.prepare(recipe, betas=betas, use_muon=use_muon)
 
-    def prepare(
-        self, recipe: FlowConfig, *, betas: tuple[float, float], use_muon: bool
-    ) -> None:
+    def prepare(self, recipe: FlowConfig, *, betas: tuple[float, float], use_muon: bool) -> None:
         """(Re)build masters, EMA and optimisers from the present weights."""
         names, params = zip(*self.named_parameters(), strict=True)
         self.masters = MasterWeights(params)
@@ -146,9 +144,7 @@ class TrainedModel:
     def load_weights(self, state: dict[str, Tensor]) -> None:
         """Set working weights, masters and EMA."""
         names = [name for name, _ in self.named_parameters()]
-        for name, master, shadow in zip(
-            names, self.masters.masters, self.ema.shadow, strict=True
-        ):
+        for name, master, shadow in zip(names, self.masters.masters, self.ema.shadow, strict=True):
             master.copy_(state[name])
             shadow.copy_(state[name])
         self.masters.copy_back()
@@ -171,12 +167,9 @@ class TrainedModel:
 
 def _start_quiet(model: MiniMaxH3Transformer) -> None:
     """Zero modulation and heads, so that every block starts as the identity."""
-    for block in model.transformer_blocks:
-        torch.nn.init.zeros_(block.adaln_proj.linear.weight)
-        torch.nn.init.zeros_(block.adaln_proj.linear.bias)
-    for linear in (model.norm_out.linear, model.proj_out, model.audio_proj_out):
-        torch.nn.init.zeros_(linear.weight)
-        torch.nn.init.zeros_(linear.bias)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("adaln_proj.", "norm_out.linear.", "proj_out.")):
+            torch.nn.init.zeros_(parameter)
 
 
 def muon_splits(model: MiniMaxH3Transformer) -> dict[str, int]:
@@ -282,7 +275,15 @@ def train_flow(
     """Train from scratch, or go on from ``out_dir/flow.ckpt``, until the budget is spent.
 
     Args:
+        out_dir: folder of the checkpoint.
+        cache: encoded clips.
+        config: of the model.
         budget_s: seconds of the whole stage, resumed parts counted; the cosine follows them.
+        recipe: hyperparameters.
+        seed: of weights, noise and batches; processes derive theirs from it.
+        ranks: processes that train together.
+        resume: go on from the checkpoint if there is one.
+        log: takes a line about every 15 s.
         max_steps: stop earlier, for tests.
     """
     device = ranks.device

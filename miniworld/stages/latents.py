@@ -9,6 +9,7 @@ Shape suffixes: B clips, P prompts (before, after), N chunks, T latent frames, R
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -81,13 +82,13 @@ def _row_coverage(coverage_BFHW: Tensor) -> Tensor:
     """Mean coverage of each row of a chunk's latent frames: [B, 17, h, w] -> [B, 5, R]."""
     cells = F.avg_pool2d(coverage_BFHW.float(), 2).flatten(2)
     bounds = (*FIRST_FRAMES, FRAMES_PER_CHUNK)
-    return torch.stack(
-        [cells[:, a:b].mean(1) for a, b in zip(bounds[:-1], bounds[1:], strict=True)], dim=1
-    )
+    return torch.stack([cells[:, a:b].mean(1) for a, b in itertools.pairwise(bounds)], dim=1)
 
 
 @torch.no_grad()
-def encode_clips(vae: TinyVae, text: WordEncoder, clips: Clips, device: torch.device) -> LatentClips:
+def encode_clips(
+    vae: TinyVae, text: WordEncoder, clips: Clips, device: torch.device
+) -> LatentClips:
     """Render and encode a group of clips, chunk by chunk (each block encodes alone)."""
     chunks = clips.c2w_CF44.shape[1] // FRAMES_PER_CHUNK
     latents, coverage = [], []
@@ -163,8 +164,10 @@ class ClipCache:
             if index % 10 == 9 or index == groups - 1:
                 elapsed_s = time.monotonic() - started_s
                 left_s = elapsed_s / (index + 1) * (groups - index - 1)
-                log(f"clips {(index + 1) * clips_per_group} of {groups * clips_per_group} "
-                    f"elapsed {elapsed_s:.1f} s, left {left_s:.0f} s")
+                log(
+                    f"clips {(index + 1) * clips_per_group} of {groups * clips_per_group} "
+                    f"elapsed {elapsed_s:.1f} s, left {left_s:.0f} s"
+                )
         return cls(made)
 
     def batch(self, size: int, dice: random.Random, device: torch.device) -> LatentClips:

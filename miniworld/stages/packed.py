@@ -94,9 +94,7 @@ class PackedLayout:
             rope_tables(positions, config.rope_freq_dim, config.rope_theta)
             for positions in (queries_R3, keys_R3)
         ]
-        self.query_rope, self.key_rope = (
-            (cos.to(device), sin.to(device)) for cos, sin in tables
-        )
+        self.query_rope, self.key_rope = ((cos.to(device), sin.to(device)) for cos, sin in tables)
         self._describe_rows(config)
         # One rule over persistent tensors: a new closure for each switch would compile anew.
         self._prompt_of_chunk = torch.zeros(chunks, dtype=torch.int32, device=device)
