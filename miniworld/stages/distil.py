@@ -87,7 +87,8 @@ class Rollouts:
         )
 
 
-def _prefix(trained: TrainedModel, prefix: dict[str, Tensor], prompt: int) -> PrefixInputs:
+def prompt_prefix(trained: TrainedModel, prefix: dict[str, Tensor], prompt: int) -> PrefixInputs:
+    """Prefix of one of the two prompts, as the engine's core takes it."""
     text_BRE = trained.text(prefix["text_ids_BPR"][:, prompt])
     return PrefixInputs(
         text_BRE=text_BRE,
@@ -122,10 +123,10 @@ def roll_out(
     def normal() -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    state = core.begin(_prefix(trained, prefix, 0 if clips.switch_chunk > 0 else 1))
+    state = core.begin(prompt_prefix(trained, prefix, 0 if clips.switch_chunk > 0 else 1))
     for chunk in range(chunks):
         if 0 < chunk == clips.switch_chunk:
-            core.switch_prefix(state, _prefix(trained, prefix, 1))
+            core.switch_prefix(state, prompt_prefix(trained, prefix, 1))
         exit_step = dice.randrange(len(core.times))
 
         def velocity(x_BCTHW: Tensor, step: int, exit_step: int = exit_step) -> Tensor:
@@ -152,7 +153,7 @@ def roll_out(
     )
 
 
-class _Replay:
+class Replay:
     """One batch of rollouts under the packed pass: who is given, what is predicted."""
 
     def __init__(
@@ -223,7 +224,7 @@ class _Replay:
         return (1 - sigma) * x0_BNRC + sigma * noise, 1 - sigma_BN
 
 
-def _critic_loss(replay: _Replay, critic: TrainedModel, student_x0: Tensor) -> Tensor:
+def _critic_loss(replay: Replay, critic: TrainedModel, student_x0: Tensor) -> Tensor:
     """Velocity error of the critic on the student's own chunks."""
     noisy, t_BN = replay.noised(student_x0)
     error = (replay.predict(critic, noisy, t_BN) - student_x0) / (1 - t_BN)[..., None, None]
@@ -231,7 +232,7 @@ def _critic_loss(replay: _Replay, critic: TrainedModel, student_x0: Tensor) -> T
 
 
 def _student_loss(
-    replay: _Replay,
+    replay: Replay,
     student: TrainedModel,
     teacher: TrainedModel,
     critic: TrainedModel,
@@ -336,7 +337,7 @@ def train_distil(
             buffer = [made.take(slice(start, start + size)) for start in starts]
             rollout_s += time.monotonic() - before_s
         rollouts = buffer.pop()
-        replay = _Replay(rollouts, config, recipe, layout, run_block, generator)
+        replay = Replay(rollouts, config, recipe, layout, run_block, generator)
         with torch.no_grad():
             student_x0 = replay.student(student)
         critic_loss = _critic_loss(replay, critic, student_x0)

@@ -138,7 +138,10 @@ class TrainedModel:
     def averaged_state(self) -> dict[str, Tensor]:
         """Return the EMA weights, fp32 on the CPU, by name."""
         names = [name for name, _ in self.named_parameters()]
-        return {n: s.detach().cpu() for n, s in zip(names, self.ema.shadow, strict=True)}
+        return {
+            name: shadow.detach().to("cpu", copy=True)
+            for name, shadow in zip(names, self.ema.shadow, strict=True)
+        }
 
     @torch.no_grad()
     def load_weights(self, state: dict[str, Tensor]) -> None:
