@@ -1,4 +1,4 @@
-"""Command line: `worldstream generate`, `worldstream replay`.
+"""Command line: `worldstream generate`, `worldstream replay`, `worldstream bench`.
 
 Owns options, messages, exit codes: 0 ok, 1 failure, 2 bad usage or input, 3 environment (device,
 memory, weights), 130 stopped by Ctrl-C. Results go to stdout, progress and messages to stderr; a
@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
+from engine.config import EngineConfig
 from engine.errors import (
     CheckpointError,
     ConfigError,
@@ -23,7 +24,16 @@ from engine.errors import (
     WorldStreamError,
 )
 from stream.generate import Made, generate
-from stream.jobs import File, Job, JobOptions, options_from_json, plan, plan_outputs, read_batch
+from stream.jobs import (
+    File,
+    Job,
+    JobOptions,
+    Text,
+    options_from_json,
+    plan,
+    plan_outputs,
+    read_batch,
+)
 from stream.replay import plan_replay, replay
 from stream.trace import read_trace, trace_path
 
@@ -106,9 +116,55 @@ class Replay:
         return EXIT_INTERRUPTED if made.is_interrupted else EXIT_OK
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure speed and memory; a table goes to stderr, one line of JSON to stdout."""
+
+    target: tyro.conf.Positional[Literal["engine"]]
+    """engine: transformer and decoder, as a session uses them."""
+    preset: Literal["mini", "h3_33b", "tiny"] = "mini"
+    """Which model."""
+    weights: str = "shipped"
+    """shipped, random, or a folder."""
+    geometry: Text = None
+    """Picture size, such as 320x192; by default the preset's own."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the transformer blocks and the decoder."""
+    compile: bool = False
+    """Compile the blocks."""
+    chunks: int = 20
+    """Chunks to measure once the window is full; 1000 show whether memory stays flat."""
+    ablations: Text = None
+    """Measure again with one thing changed at a time: all, or some of prefix_cache, adaln_tables,
+    packed_history, compile, dtype with commas between them."""
+    record: File = None
+    """File to append the JSON line to, such as benchmarks/engine.jsonl."""
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+
+    def run(self) -> int:
+        """Measure and print the record."""
+        from stream.bench import Scenario, bench_engine, parse_ablations, parse_geometry
+
+        scenario = Scenario(
+            preset=self.preset,
+            weights=self.weights,
+            geometry=None if self.geometry is None else parse_geometry(self.geometry),
+            engine=EngineConfig(device=self.device, dtype=self.dtype, compile_blocks=self.compile),
+            chunk_count=self.chunks,
+        )
+        record = None if self.record is None else Path(self.record)
+        ablations = () if self.ablations is None else parse_ablations(self.ablations)
+        print(bench_engine(scenario, ablations=ablations, record=record), flush=True)
+        return EXIT_OK
+
+
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from engine.engine import Engine
     from engine.rollout import Rollout
-    from engine.types import Action
+    from engine.types import Action, StepTimings
     from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
 
 LATENTS_PER_CHUNK = len(FRAMES_PER_LATENT)
@@ -62,6 +62,8 @@ class ModelWorld:
         self.device = str(engine.device)
         self.dtype = str(engine.dtype).removeprefix("torch.")
         self.note = engine.dtype_choice.reason
+        self.timings: StepTimings | None = None
+        """Of the last step, decoding not included."""
         self._engine = engine
         self._decoder = decoder
         self._anchor_BCTHW = anchor_BCTHW
@@ -81,7 +83,8 @@ class ModelWorld:
 
     def step(self, action: Action) -> Iterator[FrameChunk]:
         """Make one chunk; its latents enter the digest before the first frame comes out."""
-        latents_BCTHW = self._engine.step(self._begun(), action).latents_BCTHW
+        chunk = self._engine.step(self._begun(), action)
+        self.timings, latents_BCTHW = chunk.timings, chunk.latents_BCTHW
         self._digest.update(latents_BCTHW)
         if self._decoder is None or self._decoder_state is None:
             return

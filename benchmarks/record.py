@@ -1,0 +1,130 @@
+"""Records of measurements: spreads, the machine they come from, JSON lines.
+
+Owns the fields that every record has. Invariants: a file of records is only appended to; a figure
+stands beside its unit, its count and what was dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Percentiles of repeated measurements of one thing."""
+
+    unit: str
+    n: int
+    dropped_count: int
+    """Measurements before these, left out as warm-up."""
+    p20: float
+    p50: float
+    p80: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], *, unit: str, dropped_count: int) -> Spread:
+        """Percentiles of `values`, at least one."""
+        p20, p50, p80 = (float(p) for p in np.percentile(np.asarray(values), (20, 50, 80)))
+        return cls(
+            unit=unit,
+            n=len(values),
+            dropped_count=dropped_count,
+            p20=round(p20, 3),
+            p50=round(p50, 3),
+            p80=round(p80, 3),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Where and with what a record was made."""
+
+    cpu: str
+    cpu_count: int
+    threads: int
+    gpu: str | None
+    cuda: str | None
+    torch: str
+    python: str
+    commit: str
+    """Short hash; "+" where tracked files differ from it; "unknown" outside a checkout."""
+    load_1min: float | None
+    """Runnable processes a minute before: on a busy machine wall times say little."""
+    time_utc: str
+
+
+def describe_machine(device: torch.device) -> Machine:
+    """Look at this machine."""
+    is_cuda = device.type == "cuda"
+    return Machine(
+        cpu=_cpu_model(),
+        cpu_count=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        gpu=torch.cuda.get_device_name(device) if is_cuda else None,
+        cuda=torch.version.cuda if is_cuda else None,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        commit=_commit(),
+        load_1min=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        time_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Add one line to a file of records."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def resident_mib() -> float:
+    """Memory of this process that is resident now (its peak where the system tells no more)."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _MIB
+    return peak_resident_mib()
+
+
+def peak_resident_mib() -> float:
+    """Most memory of this process that was ever resident."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / _MIB if sys.platform == "darwin" else peak * 1024 / _MIB
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        is_changed = bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + ("+" if is_changed else "")

@@ -1,0 +1,85 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.record import Spread
+from stream.cli import main
+
+pytestmark = pytest.mark.cpu
+
+SPREAD_KEYS = {"unit", "n", "dropped_count", "p20", "p50", "p80"}
+RECORD_KEYS = {
+    "name", "frames_per_second", "preset", "weights", "geometry", "class", "device", "dtype",
+    "dtype_note", "compile_blocks", "has_frames", "config_hash", "chunk", "cpu_time", "parts",
+    "load_s", "first_frame_s", "warm_up_s", "memory", "cpu", "cpu_count", "threads", "gpu", "cuda",
+    "torch", "python", "commit", "load_1min", "time_utc",
+}  # fmt: skip
+
+
+def test_bench_engine_prints_and_appends_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "engine.jsonl"
+    command = ["bench", "engine", "--preset", "tiny", "--dtype", "float32", "--chunks", "2"]
+    assert main([*command, "--record", str(path)]) == 0
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert path.read_text() == printed + "\n"
+    record = json.loads(printed)
+    assert set(record) == RECORD_KEYS
+    parts = [*(f"denoise_{step}" for step in range(4)), "refresh", "step_other"]
+    parts += [*(f"decode_{index}" for index in range(5)), "decode"]
+    assert list(record["parts"]) == parts
+    assert all(set(part) == SPREAD_KEYS for part in record["parts"].values())
+    assert (record["chunk"]["n"], record["chunk"]["dropped_count"]) == (2, 7)
+    assert record["class"] == "X"
+
+
+def test_ablations_tell_changed_bits_from_equal_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "engine", "--preset", "tiny", "--dtype", "float32", "--chunks", "1"]
+    assert main([*command, "--ablations", "packed_history,dtype"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    classes = {row["name"]: row["class"] for row in record["ablations"]}
+    assert classes["packed_history off"] == classes["control, rerun"] == "X"
+    assert classes["bfloat16"] == "F"
+
+
+def test_spread_names_its_percentiles() -> None:
+    spread = Spread.of([float(value) for value in range(101)], unit="ms", dropped_count=3)
+    assert (spread.p20, spread.p50, spread.p80, spread.n) == (20.0, 50.0, 80.0, 101)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--geometry", "300x200"], "geometry.height_px is 200"),
+        (["--geometry", "wide"], "geometry: 'wide'"),
+        (["--geometry", "320x192"], "allowed with --weights random"),
+        (["--chunks", "0"], "chunks: 0"),
+        (["--ablations", "magic"], "ablations: 'magic'"),
+        (["--preset", "h3_33b"], "no weights ship with h3_33b"),
+    ],
+    ids=[
+        "not-a-multiple",
+        "not-a-size",
+        "shipped-at-another-size",
+        "no-chunk",
+        "unknown-ablation",
+        "no-weights",
+    ],
+)
+def test_bad_scenario_is_one_line_and_code_2(
+    options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "engine", *options]) == 2
+    message = capsys.readouterr().err
+    assert named in message
+    assert message.count("\n") == 1
+
+
+def test_large_model_is_refused_with_needed_and_present_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["bench", "engine", "--preset", "h3_33b", "--weights", "random", "--device", "cpu"]
+    assert main(command) == 3
+    assert "GiB are free" in capsys.readouterr().err
