@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, preset
 from engine.device import DtypeChoice
 from engine.engine import Engine
 from engine.types import Action
@@ -30,6 +30,8 @@ from tests.tolerances import (
     EVALUATED_YAW_DEG,
     FP32_ROLLOUT_ATOL,
     GRID_LEVELS_ATOL,
+    SHIPPED_GAIN_DB,
+    SHIPPED_VAE_PSNR_DB,
 )
 
 pytestmark = pytest.mark.cpu
@@ -298,3 +300,30 @@ def test_every_item_of_the_table_has_a_measure() -> None:
         "vae", "rollout", "yaw", "walking", "return", "prompt", "leading", "long", "outside",
         "endless",
     }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Report:
+    """Figures of the shipped weights in the 8-case form, two chunks long."""
+    models = load(str(preset("mini").weights), device=CPU, dtype=torch.float32)
+    report = evaluate(models, dataclasses.replace(SHORT, report_chunks=(1,)), ("vae",))
+    moving = dataclasses.replace(SHORT, report_chunks=(2,))
+    report.figures += evaluate(models, moving, ("rollout", "yaw")).figures
+    return report
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "floor", "ceiling"),
+    [
+        ("vae", "PSNR, chunk 1", SHIPPED_VAE_PSNR_DB, math.inf),
+        ("vae", "sharpness / truth, chunk 1", 0.9, 1.05),
+        ("rollout", "gain over the frozen frame, chunk 2", SHIPPED_GAIN_DB, math.inf),
+        ("rollout", "sharpness / VAE round trip, chunk 2", 0.9, 1.15),
+        ("yaw", "median error, chunk 2", 0.0, 0.6),
+        ("yaw", "right sign, chunk 2", 1.0, 1.0),
+    ],
+)
+def test_the_shipped_world_keeps_its_quality(
+    shipped: Report, item: str, name: str, floor: float, ceiling: float
+) -> None:
+    assert floor <= shipped.value(item, name) <= ceiling
