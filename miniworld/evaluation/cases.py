@@ -9,6 +9,7 @@ Shape suffixes: C clips, F frames, T latent frames, H height, W width, 44 a matr
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,7 @@ from miniworld.evaluation.models import (
     encode_pictures,
 )
 from miniworld.evaluation.presence import without_things
+from miniworld.prompts import KINDS, PLACES, TIMES, parse_prompt, prompt_for, style_for
 from miniworld.render import render
 from miniworld.scene import Clips, Scenes, sample_clips
 from miniworld.stages.latents import clip_views
@@ -122,24 +124,39 @@ class Cases:
 
 
 def mixed_cases(
-    models: Models,
-    count: int,
-    chunks: int,
-    seed: int,
-    *,
-    switch_chunk: int | None = None,
-    palette_share: float = 0.25,
+    models: Models, count: int, chunks: int, seed: int, *, switch_chunk: int | None = None
 ) -> Cases:
-    """Sessions from their start under random key scripts, as training draws them."""
+    """Sessions from their start under random key scripts, as training draws them.
+
+    With ``switch_chunk`` both styles have names, and the later prompts name theirs in full.
+    """
     clips = sample_clips(
         count,
         chunks,
         HELD_OUT_SEED + seed,
         switch_chunk=switch_chunk,
         mid_session_share=0.0,
-        palette_share=palette_share,
+        palette_share=0.25 if switch_chunk is None else 0.0,
     )
-    return Cases(clips, models)
+    return Cases(clips if switch_chunk is None else with_full_prompts(clips, seed), models)
+
+
+def with_full_prompts(clips: Clips, seed: int) -> Clips:
+    """Replace the later prompts by ones that name place and time of the later style.
+
+    Training also shows prompts that leave the time out, which say nothing about the new light.
+    """
+    names = [(place, time) for place in PLACES for time in TIMES]
+    table = torch.stack([style_for(place, time) for place, time in names])
+    dice = random.Random(HELD_OUT_SEED + seed)
+    later = []
+    for style_S, kind in zip(clips.style_after_CS, clips.scenes.kind_C.tolist(), strict=True):
+        place, time = names[int((table - style_S).abs().sum(1).argmin())]
+        prompt = ""
+        while parse_prompt(prompt)[::2] != (place, time):
+            prompt = prompt_for(dice, place, KINDS[kind], time)
+        later.append(prompt)
+    return dataclasses.replace(clips, prompt_after=later)
 
 
 def scripted_cases(models: Models, keys_CF4: Tensor, seed: int) -> Cases:

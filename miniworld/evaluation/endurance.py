@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.camera import camera_indices, relative_views
 from miniworld import walks
 from miniworld.evaluation import metrics
-from miniworld.evaluation.cases import HELD_OUT_SEED, Cases, mixed_cases
+from miniworld.evaluation.cases import HELD_OUT_SEED, YAW, Cases, mixed_cases
 from miniworld.evaluation.figures import Report, Sheet, median, share
 from miniworld.evaluation.models import (
     FrameStream,
@@ -39,8 +39,8 @@ _WARM_UP_CHUNKS = 2
 """Chunks decoded before one that is looked at: the decoder remembers less than two."""
 _PRESENCE_FRAMES = (0, 8, 16)
 
-# Collapse, against the truth along the same path. Wide on purpose: a world of its own may be
-# darker or calmer than the truth, but not black, white, flat or frozen.
+# Collapse, against the truth along the same path or the first picture. Wide on purpose: a world of
+# its own may be darker or calmer, but not black, white, flat or frozen.
 BRIGHTNESS_BOUND = 0.2
 CONTRAST_BOUNDS = (0.4, 2.5)
 MOTION_BOUNDS = (0.3, 3.0)
@@ -104,9 +104,13 @@ def measure_long(models: Models, settings: Settings, report: Report) -> None:
                        at_least=0.9, at_most=1.1)  # fmt: skip
             report.add("long", f"strength of edges / VAE round trip, {at}",
                        metrics.edge_ratio(frames, reference), count=count)  # fmt: skip
-            report.add("long", f"latent deviation of the truth / chunk 1, {at}",
-                       encode_chunk(models, true).std()
-                       / encode_chunk(models, cases.truth(0)).std(), count=count)  # fmt: skip
+            true_change = (
+                encode_chunk(models, true).std() / encode_chunk(models, cases.truth(0)).std()
+            )
+            report.add("long", f"latent deviation of the truth / chunk 1, {at}", true_change,
+                       count=count)  # fmt: skip
+            report.add("long", f"change of latent deviation / that of the truth, {at}",
+                       deviation / first_std / float(true_change), count=count)  # fmt: skip
     settings.save(sheet, "long")
 
 
@@ -129,7 +133,7 @@ def measure_endless(models: Models, settings: Settings, report: Report) -> None:
     count = max(2, settings.cases // 16)
     cases = mixed_cases(models, count, last, 9 + settings.seed)
     sheet = Sheet(scale=1.0)
-    alive = torch.ones(count, dtype=torch.bool, device=models.device)
+    looks = []
     walk = cases.walk()
     for chunk, _, frames in _frames_at(models, walk, 9 + settings.seed, settings.endless_chunks):
         truth = cases.truth(chunk - 1, settings.frames)
@@ -138,8 +142,7 @@ def measure_endless(models: Models, settings: Settings, report: Report) -> None:
         contrast = metrics.contrast(made) / metrics.contrast(truth).clamp(min=1e-6)
         # One clip may stand still for a chunk, so motion is that of all clips together.
         moving = metrics.motion(made).mean() / metrics.motion(truth).mean().clamp(min=1e-6)
-        alive &= (difference <= BRIGHTNESS_BOUND) & (contrast >= CONTRAST_BOUNDS[0])
-        alive &= (contrast <= CONTRAST_BOUNDS[1]) & frames.isfinite().flatten(1).all(1)
+        looks.append(_is_alive(difference, contrast))
         report.add("endless", f"brightness difference, worst clip, {at}", difference.max(),
                    count=count)  # fmt: skip
         report.add("endless", f"contrast / truth, least clip, {at}", contrast.min(), count=count)
@@ -147,9 +150,32 @@ def measure_endless(models: Models, settings: Settings, report: Report) -> None:
                    at_least=MOTION_BOUNDS[0] if chunk == last else None,
                    at_most=MOTION_BOUNDS[1] if chunk == last else None)  # fmt: skip
         sheet.column(frames[:_SHEET_ROWS, BLOCK_FRAMES // 2])
-    report.add("endless", f"clips without collapse, {_seconds(last)}", share(alive), count=count,
-               at_least=1.0)  # fmt: skip
+    _report_collapse(report, "endless", looks, last)
     settings.save(sheet, "endless")
+
+
+def _is_alive(brightness_difference_B: Tensor, contrast_ratio_B: Tensor) -> Tensor:
+    low, high = CONTRAST_BOUNDS
+    # A value that is not a number fails every comparison.
+    return (
+        (brightness_difference_B <= BRIGHTNESS_BOUND)
+        & (contrast_ratio_B >= low)
+        & (contrast_ratio_B <= high)
+    )
+
+
+def _report_collapse(report: Report, item: str, looks: Sequence[Tensor], last: int) -> None:
+    """Report collapse: out of bounds at both of the last two looks.
+
+    One look out of bounds may be a face against a wall, since nothing stops these walks in the
+    model's own world; a collapsed rollout does not come back.
+    """
+    count = len(looks[-1])
+    report.add(item, "single views within bounds", share(torch.stack(list(looks))),
+               count=count * len(looks))  # fmt: skip
+    alive = torch.stack(list(looks[-2:])).any(0)
+    report.add(item, f"without collapse, {_seconds(last)}", share(alive), count=count,
+               at_least=1.0)  # fmt: skip
 
 
 def outside_pictures(settings: Settings, device: torch.device) -> tuple[Tensor, list[str]]:
@@ -187,12 +213,16 @@ def _photographs() -> tuple[list[str], list[Tensor]]:
 
 
 def _outside_walk(models: Models, pictures_BCHW: Tensor, chunks: int, seed: int) -> Walk:
-    """Walk ahead for three chunks, then by mixed scripts, over open ground, without a prompt."""
+    """Look to the right and to the left for three chunks, then go on by mixed scripts, no prompt.
+
+    A turn keeps the horizon where it is and shows what the picture does not.
+    """
     count, frames = len(pictures_BCHW), chunks * BLOCK_FRAMES
     generator = torch.Generator().manual_seed(HELD_OUT_SEED + seed)
     keys = walks.key_scripts(count, frames, generator)
     keys[:, : 3 * BLOCK_FRAMES] = 0.0
-    keys[:, : 3 * BLOCK_FRAMES, 0] = 1.0
+    keys[:, :BLOCK_FRAMES, YAW] = 1.0
+    keys[:, BLOCK_FRAMES : 3 * BLOCK_FRAMES, YAW] = -1.0
     speeds = walks.smoothed_speeds(keys)
     heading = speeds[..., 2].cumsum(1) - speeds[..., 2]
     pitch = (speeds[..., 3].cumsum(1) - speeds[..., 3]).clamp(
@@ -231,7 +261,7 @@ def measure_outside(models: Models, settings: Settings, report: Report) -> None:
     report.add("outside", "PSNR of the pictures through the autoencoder",
                metrics.psnr_db(round_trip, pictures[:, None].expand_as(round_trip)).mean(),
                unit="dB", count=count)  # fmt: skip
-    alive = torch.ones(count, dtype=torch.bool, device=models.device)
+    looks = []
     brightness, contrast = metrics.brightness(pictures), metrics.contrast(pictures[:, None])
     for chunk, _, frames in _frames_at(models, walk, 10 + settings.seed, settings.outside_chunks):
         made = frames[:, settings.frames]
@@ -245,11 +275,9 @@ def measure_outside(models: Models, settings: Settings, report: Report) -> None:
             report.add("outside", f"shift of the horizon, median, chunk {chunk}", median(shift),
                        unit="px", count=count, at_most=8.0)  # fmt: skip
         ratio = metrics.contrast(made) / contrast
-        alive &= (metrics.brightness(made) - brightness).abs() <= BRIGHTNESS_BOUND
-        alive &= (ratio >= CONTRAST_BOUNDS[0]) & (ratio <= CONTRAST_BOUNDS[1])
+        looks.append(_is_alive((metrics.brightness(made) - brightness).abs(), ratio))
         report.add("outside", f"contrast / picture, least, {_seconds(chunk)}", ratio.min(),
                    count=count)  # fmt: skip
         sheet.column(frames[:, -1])
-    report.add("outside", f"pictures without collapse, {_seconds(last)}", share(alive), count=count,
-               at_least=1.0)  # fmt: skip
+    _report_collapse(report, "outside", looks, last)
     settings.save(sheet, "outside")

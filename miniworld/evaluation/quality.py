@@ -22,7 +22,6 @@ from miniworld.evaluation.cases import (
     FORWARD,
     RIGHT,
     YAW,
-    Cases,
     held_keys,
     mixed_cases,
     scripted_cases,
@@ -252,7 +251,9 @@ def measure_return(models: Models, settings: Settings, report: Report) -> None:
 def measure_prompts(models: Models, settings: Settings, report: Report) -> None:
     """Another prompt in the middle of a walk, and one that differs from the first picture."""
     chunks = _SWITCH_CHUNK + 4
-    cases = _switching(models, settings, chunks, _SWITCH_CHUNK, 5)
+    cases = mixed_cases(
+        models, settings.cases, chunks, 5 + settings.seed, switch_chunk=_SWITCH_CHUNK
+    )
     stream, sheet, kept = FrameStream(models), Sheet(), {}
     walk = cases.walk()
     for chunk, latents in enumerate(roll_out(models, walk, 5 + settings.seed)):
@@ -278,7 +279,7 @@ def measure_prompts(models: Models, settings: Settings, report: Report) -> None:
                kept[_SWITCH_CHUNK] / kept[_SWITCH_CHUNK - 1], count=settings.cases,
                at_least=0.8)  # fmt: skip
     settings.save(sheet, "prompt")
-    cases = _switching(models, settings, 2, 0, 6)
+    cases = mixed_cases(models, settings.cases, 2, 6 + settings.seed, switch_chunk=0)
     stream = FrameStream(models)
     for chunk, latents in enumerate(roll_out(models, cases.walk(), 6 + settings.seed)):
         made = stream.decode(latents)[:, settings.frames]
@@ -288,19 +289,6 @@ def measure_prompts(models: Models, settings: Settings, report: Report) -> None:
                    to_new.mean(), unit="dB", count=len(made))  # fmt: skip
         report.add("prompt", f"prompt against picture: margin, chunk {chunk + 1}",
                    (to_new - to_old).mean(), unit="dB", count=len(made))  # fmt: skip
-
-
-def _switching(
-    models: Models, settings: Settings, chunks: int, switch_chunk: int, offset: int
-) -> Cases:
-    return mixed_cases(
-        models,
-        settings.cases,
-        chunks,
-        offset + settings.seed,
-        switch_chunk=switch_chunk,
-        palette_share=0.0,
-    )
 
 
 @torch.no_grad()
