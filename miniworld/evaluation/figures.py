@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,8 +158,3 @@ def share(flags: Tensor) -> float:
 def median(values: Tensor) -> float:
     """Median, NaN of nothing."""
     return float(values.float().median()) if values.numel() else math.nan
-
-
-def rows(pictures: Sequence[Tensor], count: int) -> list[Tensor]:
-    """First ``count`` pictures of each set."""
-    return [each[:count] for each in pictures]
