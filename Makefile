@@ -56,8 +56,8 @@ $(STAMP): pyproject.toml Makefile
 	@echo "make setup: done"
 
 play: setup
-	@$(BIN)/worldstream generate --scene meadow-forest --seconds 14 --out $(PLAY_VIDEO) --force \
-	  --actions "w*68 w+right*34 w*34 w+left*51 w+d*34 w+boost*51 right*34 w*34"
+	@$(BIN)/worldstream generate --scene meadow-forest --actions miniworld/walk.jsonl --chunks 12 \
+	  --out $(PLAY_VIDEO) --force
 
 lint: setup
 	@$(BIN)/ruff format --check $(PACKAGES)
