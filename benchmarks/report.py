@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ QUALITY_ROWS: tuple[tuple[str, str, str], ...] = (
     ("rollout", "sharpness / VAE round trip, chunk 12", "sharpness against the autoencoder alone"),
     ("rollout", "strength of edges / VAE round trip, chunk 12", "strength of edges, likewise"),
     ("yaw", "median error, chunk 12", "error of a turn by 9.6 degrees, chunk 12"),
-    ("walk", "seen / commanded, median, chunk 12", "way walked, seen / commanded, chunk 12"),
-    ("strafe", "seen / commanded, median, chunk 12", "way stepped aside, likewise"),
+    ("walking", "seen / commanded, median, chunk 12", "way walked, seen / commanded, chunk 12"),
+    ("strafing", "seen / commanded, median, chunk 12", "way stepped aside, likewise"),
     ("return", "PSNR, chunk 5", "turned by 41 degrees and back"),
     ("prompt", "PSNR to the new style, chunk 5", "new prompt, the chunk after it"),
     ("long", "clips not empty, 60 s", "walks with things in view after 60 s, share"),
@@ -96,8 +97,7 @@ def _quality(path: Path) -> str:
     names = [field.name for field in dataclasses.fields(Figure)]
     figures = {
         (row["item"], row["name"]): Figure(**{key: row[key] for key in names})
-        for row in record["figures"]
-        if row["value"] is not None
+        for row in map(_with_number, record["figures"])
     }
     rows = ["| quality: held-out walks, own history | target | measured | n |", "|---|---|---|---|"]
     for item, name, words in QUALITY_ROWS:
@@ -112,6 +112,11 @@ def _quality(path: Path) -> str:
         f"Measured in {made['dtype']} on {made['device']}, commit {made['commit']}."
     )
     return "\n".join(rows)
+
+
+def _with_number(row: dict[str, Any]) -> dict[str, Any]:
+    """A figure that is not finite is null in json; it counts as missed."""
+    return row | {"value": math.nan if row["value"] is None else row["value"]}
 
 
 def _rounded(figure: Figure) -> str:

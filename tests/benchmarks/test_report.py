@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from miniworld.evaluation.figures import Report
+
+pytestmark = pytest.mark.cpu
+
+
+def _speed(**changes: object) -> str:
+    record: dict[str, Any] = {
+        "preset": "mini",
+        "geometry": "256x160",
+        "gpu": None,
+        "cpu": "A Processor",
+        "threads": 2,
+        "dtype": "bfloat16",
+        "compile_blocks": False,
+        "frames_per_second": 34.567,
+        "chunk": {"p20": 480.4, "p50": 491.6, "p80": 502.1, "n": 40},
+        "memory": {"device_peak_mib": None, "peak_mib": 901.7},
+        "commit": "abc1234",
+    }
+    return json.dumps(record | changes) + "\n"
+
+
+def _quality(path: Path) -> Path:
+    figures = Report(environment={"dtype": "bfloat16", "device": "A GPU", "commit": "abc1234"})
+    figures.add("return", "PSNR, chunk 5", 27.914, count=64, unit="dB", at_least=28.5)
+    figures.add("yaw", "median error, chunk 12", 0.1234, count=64, unit="deg", at_most=0.6)
+    figures.add("other", "not shown", 1.0, count=64, at_least=0.5)
+    figures.add("other", "not finite", float("nan"), count=64, at_least=0.5)
+    path.write_text(figures.to_json())
+    return path
+
+
+def test_speed_shows_the_last_record_of_each_way_of_running(tmp_path: Path) -> None:
+    records = tmp_path / "engine.jsonl"
+    lines = [_speed(frames_per_second=1.0), _speed(compile_blocks=True), _speed()]
+    records.write_text("".join(lines))
+    text = report.section(records, tmp_path / "missing.json")
+    assert text.count("**34.6**") == 2
+    assert "**1.0**" not in text
+    assert "480 / 492 / 502 (40) | 902 MiB | abc1234" in text
+
+
+def test_quality_marks_what_is_missed_and_counts_all_targets(tmp_path: Path) -> None:
+    text = report.section(tmp_path / "missing.jsonl", _quality(tmp_path / "figures.json"))
+    assert "| >= 28.5 | 27.91 dB (missed) | 64 |" in text
+    assert "| <= 0.6 | 0.123 deg | 64 |" in text
+    assert "2 of 4 targets are met" in text
+    assert "A GPU" in text
+
+
+def test_without_records_there_is_no_figure(tmp_path: Path) -> None:
+    text = report.section(tmp_path / "missing.jsonl", tmp_path / "missing.json")
+    assert not any(character.isdigit() for character in text)
+
+
+def test_only_the_section_is_replaced() -> None:
+    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    assert report.filled(readme, "new") == readme.replace("old", "new")
+
+
+def test_a_readme_without_the_section_is_refused() -> None:
+    with pytest.raises(ValueError, match="no section between"):
+        report.filled("text", "new")
+
+
+def test_shown_rows_are_figures_that_the_evaluation_makes() -> None:
+    """A renamed figure would vanish from README without a word; the sources name each."""
+    folder = Path(report.ROOT) / "miniworld" / "evaluation"
+    sources = "".join(path.read_text() for path in folder.glob("*.py"))
+    for item, name, _ in report.QUALITY_ROWS:
+        assert f'"{item}"' in sources
+        assert name.partition(", chunk")[0].partition(", 60 s")[0] in sources
