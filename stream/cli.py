@@ -46,7 +46,7 @@ class Generate:
 
     job: tyro.conf.OmitArgPrefixes[JobOptions]
     batch: File = None
-    """File with one job a line: the options above as keys of a JSON object."""
+    """File with one job a line: the job options as keys of a JSON object."""
 
     verbose: bool = False
     """Log to stderr: as text in a terminal, else as JSON lines."""

@@ -56,7 +56,7 @@ class JobOptions:
     image: File = None
     """First picture: a file (PNG, JPEG, WEBP, BMP, GIF, TIFF), stretched to the model's size."""
     scene: Text = None
-    """First picture: a named scene of the small world."""
+    """First picture: a named scene of the small world; a wrong name lists them all."""
     prompt: Text = None
     """What the world looks like, at most 1000 characters; by default the scene's own."""
     seed: Number = "0"
