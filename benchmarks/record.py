@@ -56,6 +56,8 @@ class Machine:
     cpu: str
     cpu_count: int
     threads: int
+    spin_count: str | None
+    """How long idle OpenMP threads spin (GOMP_SPINCOUNT)."""
     gpu: str | None
     cuda: str | None
     torch: str
@@ -74,6 +76,7 @@ def describe_machine(device: torch.device) -> Machine:
         cpu=_cpu_model(),
         cpu_count=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
+        spin_count=os.environ.get("GOMP_SPINCOUNT"),
         gpu=torch.cuda.get_device_name(device) if is_cuda else None,
         cuda=torch.version.cuda if is_cuda else None,
         torch=torch.__version__,

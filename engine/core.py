@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionNeed, select_backend
-from engine.attention.placement import Placement, PlacementOps
+from engine.attention.placement import Placement, PlacementOps, eager_ops
 from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
 from engine.config import ModelConfig
 from engine.denoise import denoise_chunk, model_times
@@ -105,8 +105,8 @@ class RolloutCore:
         self.model = model
         self.config: ModelConfig = model.config
         self.options = options or CoreOptions()
-        self._ops = ops or PlacementOps()
         self.device = model.proj_in.weight.device
+        self._ops = ops or eager_ops(self.device)
         self.times: list[float] = model_times(self.config.sampler).tolist()
         self.backend = backend or select_backend(
             AttentionNeed(

@@ -65,7 +65,7 @@ class Engine:
         self.device = model.proj_in.weight.device
         self.dtype = model.dtype
         self._text_encoder = text_encoder
-        ops = _compile_blocks(model) if config.compile_blocks else PlacementOps()
+        ops = _compile_blocks(model) if config.compile_blocks else None
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
             adaln_tables=config.adaln_tables,

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from engine.model.prope import Projective, apply_prope
+from engine.model.prope import Projective, apply_prope, apply_prope_by_products
 from engine.model.rope import apply_rope
 
 
@@ -25,12 +26,34 @@ def turn(x_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
     return apply_prope(x_BRNK, matrix_BG44, start)
 
 
+def place_by_products(
+    x_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, matrix_BG44: Tensor
+) -> Tensor:
+    """Return `place` of the same arguments; see `apply_prope_by_products`."""
+    return turn_by_products(apply_rope(x_BRNK, cos_RK, sin_RK), matrix_BG44, cos_RK.shape[-1])
+
+
+def turn_by_products(x_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
+    """Return `turn` of the same arguments; see `apply_prope_by_products`."""
+    return apply_prope_by_products(x_BRNK, matrix_BG44, start)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOps:
-    """The two functions above, or compiled forms of them."""
+    """A pair of the functions above, or compiled forms of them."""
 
     place: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = place
     turn: Callable[[Tensor, Tensor, int], Tensor] = turn
+
+
+def eager_ops(device: torch.device) -> PlacementOps:
+    """Faster form where nothing is compiled: products on a CPU, multiply-adds elsewhere.
+
+    On a GPU a product may run in TF32; a compiler fuses the multiply-adds.
+    """
+    if device.type == "cpu":
+        return PlacementOps(place=place_by_products, turn=turn_by_products)
+    return PlacementOps()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
