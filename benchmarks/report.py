@@ -1,8 +1,8 @@
-"""The measured section of README.md, made from records: ``python -m benchmarks.report``.
+"""The measured sections of both READMEs, made from records: ``python -m benchmarks.report``.
 
 Owns which figures stand there and how they are rounded. Invariants: every number comes from
 `benchmarks/engine.jsonl` or `miniworld/figures.json`; what has no record has no row; a test holds
-README.md against what this makes.
+README.md and the model card against what this makes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from miniworld.evaluation.figures import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+MODEL_CARD = ROOT / "miniworld" / "README.md"
 SPEED_RECORDS = ROOT / "benchmarks" / "engine.jsonl"
 QUALITY_RECORD = ROOT / "miniworld" / "figures.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -42,6 +43,20 @@ def section(speed_records: Path = SPEED_RECORDS, quality_record: Path = QUALITY_
     """Return the section, markers left out."""
     parts = [_speed(speed_records), _quality(quality_record)]
     return "\n\n".join(part for part in parts if part) or "No records yet."
+
+
+def card_section(quality_record: Path = QUALITY_RECORD) -> str:
+    """Return every figure that has a target, for the model card."""
+    figures, made = _figures(quality_record)
+    rows = ["| item | figure | target | measured | n |", "|---|---|---|---|---|"]
+    rows += [
+        f"| {each.item} | {each.name} | {each.target} | {_rounded(each)} | {each.count} |"
+        for each in figures.values()
+        if each.is_met is not None
+    ]
+    rows.append("")
+    rows.append(f"{made['dtype']} on {made['device']}, torch {made['torch']}, {made['time_utc']}.")
+    return "\n".join(rows)
 
 
 def filled(readme: str, body: str) -> str:
@@ -93,25 +108,30 @@ def _quality(path: Path) -> str:
     """Table of the figures in `QUALITY_ROWS`, and how many of all targets are met."""
     if not path.exists():
         return ""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    names = [field.name for field in dataclasses.fields(Figure)]
-    figures = {
-        (row["item"], row["name"]): Figure(**{key: row[key] for key in names})
-        for row in map(_with_number, record["figures"])
-    }
+    figures, made = _figures(path)
     rows = ["| quality: held-out walks, own history | target | measured | n |", "|---|---|---|---|"]
     for item, name, words in QUALITY_ROWS:
         figure = figures.get((item, name))
         if figure is not None:
             rows.append(f"| {words} | {figure.target} | {_rounded(figure)} | {figure.count} |")
     judged = [each.is_met for each in figures.values() if each.is_met is not None]
-    made = record["environment"]
     rows.append("")
     rows.append(
         f"{sum(judged)} of {len(judged)} targets are met; `miniworld/README.md` has all of them. "
         f"Measured in {made['dtype']} on {made['device']}, commit {made['commit']}."
     )
     return "\n".join(rows)
+
+
+def _figures(path: Path) -> tuple[dict[tuple[str, str], Figure], dict[str, Any]]:
+    """Figures of a record by item and name, and where they were measured."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    names = [field.name for field in dataclasses.fields(Figure)]
+    figures = {
+        (row["item"], row["name"]): Figure(**{key: row[key] for key in names})
+        for row in map(_with_number, record["figures"])
+    }
+    return figures, record["environment"]
 
 
 def _with_number(row: dict[str, Any]) -> dict[str, Any]:
@@ -126,9 +146,10 @@ def _rounded(figure: Figure) -> str:
 
 
 def main() -> None:
-    """Write the section into README.md."""
-    text = README.read_text(encoding="utf-8")
-    README.write_text(filled(text, section()), encoding="utf-8")
+    """Write the sections into README.md and the model card."""
+    for path, body in ((README, section()), (MODEL_CARD, card_section())):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(filled(text, body), encoding="utf-8")
 
 
 if __name__ == "__main__":

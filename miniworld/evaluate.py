@@ -71,7 +71,7 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
     device = models.device
     is_cuda = device.type == "cuda"
     return {
-        "weights": models.source,
+        "weights": _place(models.source),
         "weights_hash": models.weights_hash,
         "dtype": str(models.core.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
@@ -84,6 +84,12 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
         },
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _place(source: str) -> str:
+    """Return a folder as it is called inside the repository, or its name alone elsewhere."""
+    path, root = Path(source), Path(__file__).resolve().parent.parent
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
 
 
 def _processor() -> str:

@@ -107,7 +107,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "miniworld" / "walk.jsonl", "miniworld")
     (tmp_path / "my-weights").symlink_to(ROOT / "miniworld" / "weights")
     (tmp_path / "README.md").write_text(README, encoding="utf-8")
+    shutil.copy(ROOT / "miniworld" / "README.md", "miniworld")
     monkeypatch.setattr(report, "README", tmp_path / "README.md")
+    monkeypatch.setattr(report, "MODEL_CARD", tmp_path / "miniworld" / "README.md")
     monkeypatch.setattr(pictures, "FOLDER", tmp_path / "pictures")
     monkeypatch.setattr(pictures, "CHUNK_COUNT", 1)
     return tmp_path
@@ -132,6 +134,8 @@ def test_key_file_is_one() -> None:
 
 def test_figures_equal_their_records() -> None:
     assert report.filled(README, report.section()) == README
+    card = report.MODEL_CARD.read_text(encoding="utf-8")
+    assert report.filled(card, report.card_section()) == card
 
 
 def test_links_and_pictures_exist() -> None:

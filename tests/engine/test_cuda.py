@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -29,8 +31,17 @@ def _golden_latents(name: str) -> list[torch.Tensor]:
     return made
 
 
-def test_fp32_agrees(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+@pytest.fixture
+def full_fp32() -> Iterator[None]:
+    # Not through monkeypatch: torch answers reads of the name without holding it as an attribute.
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("full_fp32")
+def test_fp32_agrees():
     for chunk, latents in enumerate(_golden_latents("fp32")):
         expected = golden()[f"fp32.x0.c{chunk}"]
         assert (latents - expected).abs().max() <= FP32_ROLLOUT_ATOL, f"chunk {chunk}"
