@@ -28,13 +28,15 @@ QUALITY_ROWS: tuple[tuple[str, str, str], ...] = (
     ("rollout", "gain over the frozen frame, chunk 6", "the same, chunk 6"),
     ("rollout", "gain over the frozen frame, chunk 12", "the same, chunk 12"),
     ("rollout", "sharpness / VAE round trip, chunk 12", "sharpness against the autoencoder alone"),
-    ("rollout", "strength of edges / VAE round trip, chunk 12", "strength of edges, likewise"),
     ("yaw", "median error, chunk 12", "error of a turn by 9.6 degrees, chunk 12"),
     ("walking", "seen / commanded, median, chunk 12", "way walked, seen / commanded, chunk 12"),
     ("strafing", "seen / commanded, median, chunk 12", "way stepped aside, likewise"),
     ("return", "PSNR, chunk 5", "turned by 41 degrees and back"),
     ("prompt", "PSNR to the new style, chunk 5", "new prompt, the chunk after it"),
     ("long", "clips not empty, 60 s", "walks with things in view after 60 s, share"),
+    ("long", "sharpness / VAE round trip, 60 s", "sharpness after 60 s, as above"),
+    ("outside", "without collapse, 20 s", "photographs that hold for 20 s, share"),
+    ("endless", "without collapse, 602 s", "walks that hold for ten minutes, share"),
 )
 """(item, figure, words for it)."""
 
