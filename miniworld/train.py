@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import save_model
+from engine.checkpoint import load_model, save_model
 from engine.config import ModelConfig, TextConfig, preset
 from engine.model.dit import MiniMaxH3Transformer
 from engine.text import WordEncoder
@@ -137,12 +137,13 @@ def _flow(args: argparse.Namespace, ranks: Ranks, log: Log) -> None:
         args.out,
         cache,
         config,
-        recipe=FlowConfig(batch=args.batch),
+        recipe=FlowConfig(batch=args.batch, muon_lr=args.muon_lr, adamw_lr=0.75 * args.muon_lr),
         budget_s=args.budget_seconds,
         seed=args.seed,
         ranks=ranks,
         resume=args.resume,
         log=log,
+        start=None if args.start_from is None else shipped_state(args.start_from),
         max_steps=args.max_steps,
     )
     if ranks.is_first:
@@ -167,6 +168,21 @@ def _distil(args: argparse.Namespace, ranks: Ranks, log: Log) -> None:
     )
     if ranks.is_first:
         save_shards(args.out, "distil", trained.averaged_state())
+
+
+def shipped_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Read an exported folder of weights back to names and fp32 values of a stage.
+
+    Raises: CheckpointError.
+    """
+    config = mini_config()
+    text = WordEncoder(
+        config.text.vocabulary, config.text.unknown_buckets, config.text.rows, config.text_dim
+    )
+    device = torch.device("cpu")
+    model = load_model(folder, config, dtype=torch.float32, device=device, text_encoder=text)
+    state = dict(model.state_dict())
+    return state | {f"text.{name}": value for name, value in text.state_dict().items()}
 
 
 def build_models(
@@ -217,9 +233,11 @@ def _parser() -> argparse.ArgumentParser:
     clips.add_argument("--clip-folder", type=Path, help="keep encoded clips here")
     clips.add_argument("--max-steps", type=int, help="stop earlier")
     stages.add_parser("vae", parents=[common, timed], help="about 6 minutes on one H200")
-    stages.add_parser(
+    flow = stages.add_parser(
         "flow", parents=[common, timed, clips], help="teacher forcing, about 8 minutes"
     )
+    flow.add_argument("--muon-lr", type=float, default=FlowConfig().muon_lr, help="peak rate")
+    flow.add_argument("--start-from", type=Path, help="exported weights to begin with")
     distil = stages.add_parser(
         "distil", parents=[common, timed, clips], help="own rollouts, about 6 minutes"
     )

@@ -10,6 +10,10 @@ gradient:
     grad = (x0_critic - x0_teacher) / mean |x_student - x0_teacher|
     loss = 0.5 (x_student - stopgrad(x_student - grad))^2 + truth_weight (x_student - truth)^2
 
+Rollouts may be longer than the pass that replays them: then the pass looks at their later chunks,
+and the chunks before those are history only. So the student also learns to mend what a longer
+history of its own has done to it.
+
 So blur, which a plain regression likes, is punished: it is unlikely under the teacher.
 Source: distribution matching distillation on self-generated history, as in SolarWM stage 2.
 
@@ -21,7 +25,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +50,8 @@ class DistilConfig:
     """Clips of one update on one process."""
     rollouts: int = 128
     """Clips rolled out at once; each serves one critic update."""
+    replay_chunks: int = 10
+    """Chunks of the packed pass; clips may be longer."""
     student_lr: float = 1e-4
     critic_lr: float = 2e-4
     critic_updates: int = 3
@@ -74,6 +80,26 @@ class Rollouts:
     history_BNRC: Tensor
     exit_input_BNRC: Tensor
     exit_t_BN: Tensor
+    history_only_B: Tensor
+    """Leading chunks of each clip that nothing is asked of."""
+
+    def cut(self, start: int, chunks: int, window_chunks: int) -> Rollouts:
+        """Return ``chunks`` chunks from ``start`` on.
+
+        Past the start, the first chunks lack a part of the window that they were made in, so as
+        many as the window's history are history only. What those had seen before the cut is lost,
+        which makes the replay approximate; without a cut it is exact.
+        """
+        span, is_later = slice(start, start + chunks), start > 0
+        least = torch.full_like(self.history_only_B, window_chunks - 1)
+        return replace(
+            self,
+            clips=self.clips.cut(start, chunks),
+            history_BNRC=self.history_BNRC[:, span],
+            exit_input_BNRC=self.exit_input_BNRC[:, span],
+            exit_t_BN=self.exit_t_BN[:, span],
+            history_only_B=least if is_later else self.history_only_B,
+        )
 
     def take(self, index: slice) -> Rollouts:
         """Select clips."""
@@ -84,6 +110,7 @@ class Rollouts:
             history_BNRC=self.history_BNRC[index],
             exit_input_BNRC=self.exit_input_BNRC[index],
             exit_t_BN=self.exit_t_BN[index],
+            history_only_B=self.history_only_B[index],
         )
 
 
@@ -150,6 +177,7 @@ def roll_out(
         history_BNRC=torch.stack(history, dim=1),
         exit_input_BNRC=torch.stack(exit_inputs, dim=1),
         exit_t_BN=torch.stack(exit_times, dim=1),
+        history_only_B=clips.is_mid_session_B.long(),
     )
 
 
@@ -181,9 +209,8 @@ class Replay:
         self.weight_BNR1 = counts / counts.float().mean().clamp(min=1e-3)
 
     def _is_history_only(self, chunks: int) -> Tensor:
-        is_first = torch.arange(chunks, device=self._layout.device) == 0
-        is_mid = self._rollouts.clips.is_mid_session_B
-        return (is_mid[:, None] & is_first)[..., None, None]
+        chunk = torch.arange(chunks, device=self._layout.device)
+        return (chunk < self._rollouts.history_only_B[:, None])[..., None, None]
 
     def predict(self, trained: TrainedModel, rows_BNRC: Tensor, t_BN: Tensor) -> Tensor:
         """x0 by one model of noisy rows at per-chunk times; given latents stay as they are."""
@@ -305,7 +332,9 @@ def train_distil(
         parameter.requires_grad_(False)
     generator = torch.Generator(device).manual_seed(seed + 1 + 1000 * ranks.rank)
     dice = random.Random(seed + 1 + 1000 * ranks.rank)
-    chunks = cache.groups[0].latents_BNRC.shape[1]
+    clip_chunks = cache.groups[0].latents_BNRC.shape[1]
+    chunks = min(recipe.replay_chunks, clip_chunks)
+    starts = range(0, clip_chunks - chunks + 1, config.window_chunks - 1)
     layout = PackedLayout(config, chunks=chunks, prompts=2, device=device)
     run_block = compiled_block(device)
     updates, student_updates, spent_s = 0, 0, 0.0
@@ -333,10 +362,12 @@ def train_distil(
                 student, cache.batch(recipe.rollouts, dice, device), config, generator, dice
             )
             size = recipe.batch
-            starts = range(0, recipe.rollouts - size + 1, size)
-            buffer = [made.take(slice(start, start + size)) for start in starts]
+            buffer = [
+                made.take(slice(first, first + size))
+                for first in range(0, recipe.rollouts - size + 1, size)
+            ]
             rollout_s += time.monotonic() - before_s
-        rollouts = buffer.pop()
+        rollouts = buffer.pop().cut(dice.choice(starts), chunks, config.window_chunks)
         replay = Replay(rollouts, config, recipe, layout, run_block, generator)
         with torch.no_grad():
             student_x0 = replay.student(student)

@@ -273,9 +273,12 @@ def train_flow(
     ranks: Ranks,
     resume: bool,
     log: Callable[[str], None],
+    start: dict[str, Tensor] | None = None,
     max_steps: int | None = None,
 ) -> TrainedModel:
-    """Train from scratch, or go on from ``out_dir/flow.ckpt``, until the budget is spent.
+    """Train until the budget is spent: from scratch, from given weights, or resumed.
+
+    ``out_dir/flow.ckpt`` is what a resumed run goes on from.
 
     Args:
         out_dir: folder of the checkpoint.
@@ -287,11 +290,14 @@ def train_flow(
         ranks: processes that train together.
         resume: go on from the checkpoint if there is one.
         log: takes a line about every 15 s.
+        start: weights to begin with, by name, as ``averaged_state`` returns them.
         max_steps: stop earlier, for tests.
     """
     device = ranks.device
     torch.manual_seed(seed)
     trained = TrainedModel(config, recipe, device)
+    if start is not None:
+        trained.load_weights({name: value.to(device) for name, value in start.items()})
     generator = torch.Generator(device).manual_seed(seed + 1 + 1000 * ranks.rank)
     dice = random.Random(seed + 1 + 1000 * ranks.rank)
     chunks = cache.groups[0].latents_BNRC.shape[1]

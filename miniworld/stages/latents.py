@@ -13,7 +13,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,10 @@ _CLIPS_PER_CALL = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentClips:
-    """Encoded clips; ``switch_chunk`` is the first chunk that follows the second prompt."""
+    """Encoded clips; ``switch_chunk`` is the first chunk that follows the second prompt.
+
+    A clip in mid-session has a history that it does not show: its first chunk can only be history.
+    """
 
     latents_BNRC: Tensor
     anchor_BRC: Tensor
@@ -51,6 +54,20 @@ class LatentClips:
             f.name: getattr(self, f.name)[index_B] for f in fields(self) if f.name != "switch_chunk"
         }
         return LatentClips(switch_chunk=self.switch_chunk, **tensors)
+
+    def cut(self, start: int, chunks: int) -> LatentClips:
+        """Return ``chunks`` chunks from ``start`` on; a later start lies in mid-session."""
+        latents = self.views_BT44.shape[1] // self.latents_BNRC.shape[1]
+        span, latent_span = slice(start, start + chunks), slice(latents * start, None)
+        count = latents * chunks
+        return replace(
+            self,
+            latents_BNRC=self.latents_BNRC[:, span],
+            views_BT44=self.views_BT44[:, latent_span][:, :count],
+            coverage_BTR=self.coverage_BTR[:, latent_span][:, :count],
+            is_mid_session_B=self.is_mid_session_B | (start > 0),
+            switch_chunk=min(max(self.switch_chunk - start, 0), chunks),
+        )
 
 
 def render_chunk(clips: Clips, chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -149,7 +166,8 @@ class ClipCache:
         made: list[LatentClips] = []
         started_s = time.monotonic()
         for index in range(groups):
-            path = None if folder is None else folder / f"clips-{seed}-{index:04d}.safetensors"
+            name = f"clips-{chunks}-{seed}-{index:04d}.safetensors"
+            path = None if folder is None else folder / name
             if path is not None and path.exists():
                 made.append(_read(path, device))
                 continue

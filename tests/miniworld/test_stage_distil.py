@@ -66,6 +66,19 @@ def test_mid_session_clip_begins_with_its_true_chunk(student: TrainedModel) -> N
     assert not torch.allclose(rollouts.history_BNRC[0, 0], truth[0, 0])
 
 
+def test_a_later_part_asks_only_for_chunks_with_a_whole_window(student: TrainedModel) -> None:
+    whole = made_rollouts(student, LastStep())
+    part = whole.cut(1, CHUNKS - 1, stage_config().window_chunks)
+    assert torch.equal(part.history_BNRC, whole.history_BNRC[:, 1:])
+    assert torch.equal(part.clips.views_BT44, whole.clips.views_BT44[:, 5:])
+    assert part.clips.switch_chunk == whole.clips.switch_chunk - 1
+    layout = PackedLayout(stage_config(), chunks=CHUNKS - 1, prompts=2, device=ALONE.device)
+    recipe, generator = DistilConfig(leading_share=1e-9), torch.Generator().manual_seed(2)
+    judged = Replay(part, stage_config(), recipe, layout, packed_block, generator)
+    asked = judged.weight_BNR1[..., 0, 0] > 0
+    assert asked.tolist() == [[False] * 5 + [True]] * 2
+
+
 def test_exit_times_are_the_samplers(student: TrainedModel) -> None:
     rollouts = made_rollouts(student, random.Random(0))
     times = torch.tensor(RolloutCore(student.model).times)

@@ -58,6 +58,9 @@ def test_exported_folder_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     engine = Engine.from_pretrained(tmp_path / "weights", EngineConfig(device="cpu"))
     assert engine.model_config == small
     assert (tmp_path / "weights" / "vae" / "model.safetensors").exists()
+    back = train.shipped_state(tmp_path / "weights")
+    assert set(back) == set(trained.averaged_state())
+    trained.load_weights(back)
 
 
 @pytest.fixture(scope="module")
