@@ -35,7 +35,7 @@ from miniworld.stages.distil import DistilConfig, train_distil
 from miniworld.stages.flow import FlowConfig, train_flow
 from miniworld.stages.latents import ClipCache
 from miniworld.stages.ranks import Ranks
-from miniworld.stages.vae import train_vae
+from miniworld.stages.vae import VaeStageSettings, train_vae
 from vae_stream.taehv import TinyVae
 
 Log = Callable[[str], None]
@@ -126,6 +126,7 @@ def _vae(args: argparse.Namespace, ranks: Ranks, log: Log) -> None:
         batch=args.batch,
         resume=args.resume,
         log=log,
+        settings=VaeStageSettings(start_from=args.start_from),
         ranks=ranks,
     )
 
@@ -232,7 +233,10 @@ def _parser() -> argparse.ArgumentParser:
     clips.add_argument("--clip-seed", type=int, default=1)
     clips.add_argument("--clip-folder", type=Path, help="keep encoded clips here")
     clips.add_argument("--max-steps", type=int, help="stop earlier")
-    stages.add_parser("vae", parents=[common, timed], help="about 6 minutes on one H200")
+    vae = stages.add_parser("vae", parents=[common, timed], help="about 6 minutes on one H200")
+    vae.add_argument(
+        "--start-from", type=Path, help="exported autoencoder whose decoder alone goes on learning"
+    )
     flow = stages.add_parser(
         "flow", parents=[common, timed, clips], help="teacher forcing, about 8 minutes"
     )

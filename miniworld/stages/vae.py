@@ -53,6 +53,9 @@ class VaeStageSettings:
     """What the stage does; the defaults are those of the shipped weights."""
 
     vae: TinyVaeConfig = field(default_factory=TinyVaeConfig)
+    start_from: Path | None = None
+    """Autoencoder to begin with; its shape counts instead of `vae`. Its encoder and the statistics of
+    its latents stay as they are, so that a transformer trained on them stays valid."""
     feed: FeedSettings = field(default_factory=FeedSettings)
     weights: LossWeights = field(default_factory=LossWeights)
     muon_lr: float = 1.5e-3
@@ -191,6 +194,9 @@ class _Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             vae = TinyVae(settings.vae)
+            if settings.start_from is not None:
+                vae = TinyVae.from_pretrained(settings.start_from).train().requires_grad_(True)
+                self.is_frozen = True
             critic = PatchCritic()
         layout: Any = {"memory_format": torch.channels_last}
         self.vae = vae.to(device).to(**layout)
@@ -232,7 +238,8 @@ class _Run:
     def train_step(self, progress: float) -> None:
         """Take one optimiser step at `progress` 0..1."""
         settings = self.settings
-        if progress >= settings.critic_start and not self.is_frozen:
+        uses_critic = progress >= settings.critic_start
+        if uses_critic and not self.is_frozen:
             self._freeze_encoder()
         scale_learning_rate(
             self.optimizers,
@@ -250,7 +257,7 @@ class _Run:
         with self._autocast():
             made = self._decode(latents + settings.noise_std * noise)
         self.masters.zero_grad()
-        if self.is_frozen:
+        if uses_critic:
             self._backward_with_critic(made, frames, latents, progress, dice)
         else:
             terms = self._reconstruction_terms(made, frames, latents, self._motion_T)

@@ -136,6 +136,18 @@ def test_the_critic_stage_leaves_the_encoder_alone() -> None:
     assert not same(before.decoder, run.vae.decoder)
 
 
+def test_going_on_from_an_autoencoder_keeps_its_latents(tmp_path: Path) -> None:
+    train(tmp_path / "first", SETTINGS)
+    start = tmp_path / "first" / "vae"
+
+    train(tmp_path / "second", replace(SETTINGS, start_from=start))
+
+    first, second = (TinyVae.from_pretrained(tmp_path / n / "vae") for n in ("first", "second"))
+    assert first.config == second.config
+    assert same(first.encoder, second.encoder)
+    assert not same(first.decoder, second.decoder)
+
+
 def test_checkpoint_files_of_different_steps_are_refused(tmp_path: Path) -> None:
     train_until(tmp_path, 1)
     path = tmp_path / "vae_checkpoint" / "average.pt"
