@@ -54,8 +54,8 @@ class VaeStageSettings:
 
     vae: TinyVaeConfig = field(default_factory=TinyVaeConfig)
     start_from: Path | None = None
-    """Autoencoder to begin with; its shape counts instead of `vae`. Its encoder and the statistics of
-    its latents stay as they are, so that a transformer trained on them stays valid."""
+    """Autoencoder to begin with; its shape counts instead of `vae`. Its encoder and the statistics
+    of its latents stay as they are, so that a transformer trained on them stays valid."""
     feed: FeedSettings = field(default_factory=FeedSettings)
     weights: LossWeights = field(default_factory=LossWeights)
     muon_lr: float = 1.5e-3
