@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention.base import AttentionNeed, select_backend
 from engine.config import Geometry, ModelConfig, memory_needed
 from engine.errors import DeviceError
 from engine.model.dit import TransformerBlock
@@ -104,14 +105,15 @@ def _with_geometry(model: ModelConfig, geometry: Geometry) -> ModelConfig:
 def choose_dtype(model: ModelConfig, device: torch.device) -> DtypeChoice:
     """Dtype of the blocks for "auto".
 
-    CUDA: bfloat16. A CPU with bfloat16 products: the faster of the two on one random block and one
-    attention over a full window, best of five. Other CPUs: float32.
+    CUDA: bfloat16. A CPU with bfloat16 products: the faster of the two on one block with attention
+    over a full window, best of five in turn, so that a busy machine slows both. Other CPUs:
+    float32.
     """
     if device.type == "cuda":
         return DtypeChoice(dtype="bfloat16")
     if not _has_bfloat16_products():
         return DtypeChoice(dtype="float32")
-    times = {name: _block_ms(model, dtype) for name, dtype in _DTYPES.items()}
+    times = _block_times_ms(model)
     faster: DtypeName = "bfloat16" if times["bfloat16"] < times["float32"] else "float32"
     return DtypeChoice(dtype=faster, float32_ms=times["float32"], bfloat16_ms=times["bfloat16"])
 
@@ -132,25 +134,29 @@ def _has_bfloat16_products() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-@torch.no_grad()
-def _block_ms(model: ModelConfig, dtype: torch.dtype) -> float:
+def _block_times_ms(model: ModelConfig) -> dict[DtypeName, float]:
+    blocks = {name: _block(model, dtype) for name, dtype in _DTYPES.items()}
+    times_ms = dict.fromkeys(blocks, float("inf"))
+    for name in [*blocks] * (1 + _REPEATS):
+        start_s = time.perf_counter()
+        blocks[name]()
+        times_ms[name] = min(times_ms[name], (time.perf_counter() - start_s) * 1e3)
+    return times_ms
+
+
+def _block(model: ModelConfig, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """One block and attention as a rollout runs them, over zeros."""
     block = TransformerBlock(model).to(dtype)
+    heads, head_dim = model.num_attention_heads, model.attention_head_dim
+    backend = select_backend(AttentionNeed(device_type="cpu", dtype=dtype, head_dim=head_dim))
     x_BRD = torch.zeros(1, model.rows_per_chunk, model.hidden_size, dtype=dtype)
     modulation = torch.zeros(1, 1, 6, model.hidden_size, dtype=dtype)
     window_rows = model.window_chunks * model.rows_per_chunk
-    keys = torch.zeros(
-        1, model.num_attention_heads, window_rows, model.attention_head_dim, dtype=dtype
-    )
+    keys_BSNK = torch.zeros(1, heads, window_rows, head_dim, dtype=dtype).transpose(1, 2)
 
+    @torch.no_grad()
     def once() -> Tensor:
         q_BRNK, _, _ = block.project(x_BRD, modulation)
-        o_BNRK = F.scaled_dot_product_attention(q_BRNK.transpose(1, 2), keys, keys)
-        return block.finish(x_BRD, o_BNRK.transpose(1, 2), modulation)
+        return block.finish(x_BRD, backend(q_BRNK, keys_BSNK, keys_BSNK), modulation)
 
-    once()
-    best_s = float("inf")
-    for _ in range(_REPEATS):
-        start_s = time.perf_counter()
-        once()
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return best_s * 1e3
+    return once

@@ -259,8 +259,7 @@ def test_auto_dtype_of_a_cpu_without_bfloat16_products(monkeypatch):
 @pytest.mark.parametrize(("slow", "fast"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_auto_dtype_is_the_faster_one(monkeypatch, slow, fast):
     monkeypatch.setattr(device, "_has_bfloat16_products", lambda: True)
-    times = {getattr(torch, slow): 2.0, getattr(torch, fast): 1.0}
-    monkeypatch.setattr(device, "_block_ms", lambda model, dtype: times[dtype])
+    monkeypatch.setattr(device, "_block_times_ms", lambda model: {slow: 2.0, fast: 1.0})
     assert choose_dtype(tiny_config(), torch.device("cpu")).dtype == fast
 
 
