@@ -147,7 +147,8 @@ class Bench:
 
     def run(self) -> int:
         """Measure and print the record."""
-        from stream.bench import Scenario, bench_engine, parse_ablations, parse_geometry
+        from stream.bench import bench_engine, parse_ablations
+        from stream.measure import Scenario, parse_geometry
 
         scenario = Scenario(
             preset=self.preset,

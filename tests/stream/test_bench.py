@@ -12,6 +12,7 @@ SPREAD_KEYS = {"unit", "n", "dropped_count", "p20", "p50", "p80"}
 RECORD_KEYS = {
     "name", "frames_per_second", "preset", "weights", "geometry", "class", "device", "dtype",
     "dtype_note", "compile_blocks", "has_frames", "config_hash", "chunk", "cpu_time", "parts",
+    "denoise_gflop", "product_gflops", "share_of_peak",
     "load_s", "first_frame_s", "warm_up_s", "memory", "cpu", "cpu_count", "threads", "spin_count",
     "gpu", "cuda", "torch", "python", "commit", "load_1min", "time_utc",
 }  # fmt: skip
