@@ -157,7 +157,8 @@ def _table(measured: Measured, machine: Machine) -> Table:
             f"{measured.first_frame_s:.2f} s later, warm-up {measured.warm_up_s:.1f} s "
             f"({measured.chunk.dropped_count} chunks, dropped); peak {memory.peak_mib:.0f} MiB, "
             f"drift {memory.drift_mib:+.1f} MiB; a denoise step reaches "
-            f"{measured.share_of_peak:.0%} of the {measured.product_gflops:.0f} GFLOP/s of plain products"
+            f"{measured.share_of_peak:.0%} of the rate of plain products, "
+            f"{measured.product_gflops:.0f} GFLOP/s"
         ),
     )
     for title in ("part", "n", "p20 ms", "p50 ms", "p80 ms"):
