@@ -172,19 +172,19 @@ Command = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    command = tyro.cli(
-        Command,
-        prog="worldstream",
-        description="A streaming world model: picture, prompt and held keys become video.",
-        args=arguments,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    _let_idle_threads_sleep()
-    if command.verbose:
-        from stream.logs import configure_logs
-
-        configure_logs()
     try:
+        command = tyro.cli(
+            Command,
+            prog="worldstream",
+            description="A streaming world model: picture, prompt and held keys become video.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+        _let_idle_threads_sleep()
+        if command.verbose:
+            from stream.logs import configure_logs
+
+            configure_logs()
         return command.run()
     except (WorldStreamError, OSError) as error:
         _say(f"error: {_one_line(error)}")
