@@ -39,6 +39,8 @@ QUALITY_ROWS: tuple[tuple[str, str, str], ...] = (
     ("endless", "without collapse, 602 s", "walks that hold for ten minutes, share"),
 )
 """(item, figure, words for it)."""
+_KEY = ("preset", "weights", "geometry", "dtype", "compile_blocks", "gpu", "cpu", "threads")
+"""Records that agree in these tell of the same thing; the last one counts."""
 
 
 def section(speed_records: Path = SPEED_RECORDS, quality_record: Path = QUALITY_RECORD) -> str:
@@ -80,9 +82,7 @@ def _speed(path: Path) -> str:
     latest: dict[tuple[object, ...], dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        key = tuple(
-            record[name] for name in ("preset", "geometry", "gpu", "cpu", "dtype", "compile_blocks")
-        )
+        key = tuple(record[name] for name in _KEY)
         latest[key] = record
     rows = [
         "| speed: DiT and VAE, steady window | frames/s | ms a chunk, p20 / p50 / p80 (n) "
@@ -95,13 +95,14 @@ def _speed(path: Path) -> str:
 
 def _speed_row(record: dict[str, Any]) -> str:
     chunk, memory = record["chunk"], record["memory"]
-    where = record["gpu"] or f"{record['threads']} threads of {record['cpu']}"
+    where = record["gpu"] or f"{record['cpu']}, threads: {record['threads']}"
     blocks = "compiled blocks" if record["compile_blocks"] else "eager"
-    what = f"`{record['preset']}` {record['geometry']}, {record['dtype']}, {blocks}, {where}"
+    weights = "" if record["weights"] == "shipped" else " (random weights)"
+    what = f"`{record['preset']}` {record['geometry']}{weights}, {record['dtype']}, {blocks}"
     peak_mib = memory["device_peak_mib"] or memory["peak_mib"]
     times = f"{chunk['p20']:.0f} / {chunk['p50']:.0f} / {chunk['p80']:.0f} ({chunk['n']})"
     return (
-        f"| {what} | **{record['frames_per_second']:.1f}** | {times} | {peak_mib:.0f} MiB "
+        f"| {what}, {where} | **{record['frames_per_second']:.1f}** | {times} | {peak_mib:.0f} MiB "
         f"| {record['commit']} |"
     )
 

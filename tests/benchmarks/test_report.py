@@ -14,6 +14,7 @@ pytestmark = pytest.mark.cpu
 def _speed(**changes: object) -> str:
     record: dict[str, Any] = {
         "preset": "mini",
+        "weights": "shipped",
         "geometry": "256x160",
         "gpu": None,
         "cpu": "A Processor",
