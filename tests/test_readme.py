@@ -154,5 +154,11 @@ def test_names_are_those_of_the_code() -> None:
     assert {word for group in words for word in group.split(", ")} <= set(KNOWN_WORDS)
 
 
+def test_layout_names_every_package() -> None:
+    block = README.partition("## Layout")[2].partition("##")[0]
+    named = re.findall(r"^([a-z_]+)/ ", block, re.MULTILINE)
+    assert set(named) == {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"tests"}
+
+
 def test_it_is_short() -> None:
     assert len(README.splitlines()) < LINE_LIMIT
