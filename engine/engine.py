@@ -34,6 +34,7 @@ from engine.device import (
 )
 from engine.errors import CheckpointError, ConfigError, StateError
 from engine.model.dit import MiniMaxH3Transformer
+from engine.model.packed_linear import can_pack, pack_blocks
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
 from engine.rollout import Draws, Rollout, SeededDraws
 from engine.text import PromptEncoder, WordEncoder
@@ -66,6 +67,8 @@ class Engine:
         self.dtype = model.dtype
         self._text_encoder = text_encoder
         ops = _compile_blocks(model) if config.compile_blocks else None
+        if ops is None and can_pack(self.device):
+            pack_blocks(model, self.model_config.rows_per_chunk)
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
             adaln_tables=config.adaln_tables,
