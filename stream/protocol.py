@@ -247,7 +247,7 @@ class Act(_Model):
     look: tuple[Pixels, Pixels] = (0.0, 0.0)
     """Mouse motion in CSS pixels, summed since the session began."""
     pad: tuple[Axis, Axis, Axis, Axis] = (0.0, 0.0, 0.0, 0.0)
-    """Gamepad or touch: right, back, look right, look down, each -1 to 1."""
+    """Left stick right and down, right stick right and down."""
     edges: tuple[Edge, ...] = Field(default=(), max_length=EDGE_LIMIT)
     """Transitions of the last 500 ms."""
 
