@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream import pacing
+from stream.chunk_notice import Announcer, ChunkNotice
 from stream.media_events import MediaEvents, MediaSettings, MediaStats
 from stream.peer import Answer, OfferError, Peer
-from stream.schedule import Announcer, ChunkSchedule
 from stream.shared_encoders import SharedEncoders, Viewer
 from stream.video_encoder import Codec, EncodedFrame
 from stream.ws_video import WsVideo
@@ -120,7 +120,7 @@ class Media:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="pacer")
 
     @property
-    def schedule(self) -> ChunkSchedule | None:
+    def notice(self) -> ChunkNotice | None:
         """Of the newest chunk that was announced; for viewers who join."""
         return self._announcer.newest
 
@@ -252,6 +252,15 @@ class Media:
         self._ws.pop(viewer_id, None)
         self._drop_peers(viewer_id, before_gen=None)
 
+    def dropped_count(self, viewer_id: str) -> int:
+        """Frames that this viewer did not get since its first, over its present connections."""
+        mine: list[Viewer] = [
+            peer.track for (owner, _), peer in self._peers.items() if owner == viewer_id
+        ]
+        if viewer_id in self._ws:
+            mine.append(self._ws[viewer_id])
+        return sum(viewer.dropped_count for viewer in mine)
+
     def set_bitrate(self, bitrate_bps: int) -> None:
         """Change the bit rate of all encoders from the next frame on."""
         self._encoders.bitrate_bps = bitrate_bps
@@ -365,26 +374,23 @@ class Media:
         self._timeline = pacing.with_sent(self._timeline, decision, self._last_s)
         self._sent_at_s.append(self._last_s)
         wants = self._encoders.choose(self._viewers())
-        if not wants:
-            return
         created_ms = _wall_ms()
-        pictures = await self._encoders.encode(waiting.frame_HWC, decision.pts90, wants)
+        pictures = {}
+        if wants:
+            pictures = await self._encoders.encode(waiting.frame_HWC, decision.pts90, wants)
+            self._sizes.append(sum(len(timed.picture.data) for timed in pictures.values()))
+            self._encode_ms.append(sum(timed.encode_ms for timed in pictures.values()))
         for codec, timed in pictures.items():
             size_bytes = len(timed.picture.data)
             self._events.on_encoded(codec, timed.encode_ms, size_bytes)
             self._counts.keyframes += timed.picture.is_key and codec is not Codec.JPEG
-        self._sizes.append(sum(len(timed.picture.data) for timed in pictures.values()))
-        self._encode_ms.append(sum(timed.encode_ms for timed in pictures.values()))
         meta = waiting.meta
         is_stale = meta.epoch < self._epoch
         self._counts.stale += is_stale
         for viewer in self._viewers():
             want, made = wants.get(viewer.codec), pictures.get(viewer.codec)
-            if want is None:
-                continue
-            if is_stale or made is None or viewer not in want.viewers:
-                self._counts.missed += not viewer.gate.is_waiting
-                viewer.gate.miss()
+            if want is None or is_stale or made is None or viewer not in want.viewers:
+                self._leave_out(viewer, is_encoded=want is not None, is_repeated=is_repeated)
                 continue
             viewer.deliver(
                 EncodedFrame(
@@ -406,6 +412,14 @@ class Media:
             self._shown_epoch = meta.epoch
 
     # ---- viewers, inside
+
+    def _leave_out(self, viewer: Viewer, *, is_encoded: bool, is_repeated: bool) -> None:
+        """Count a picture that a viewer does not get; what was encoded without it leaves a gap."""
+        if is_encoded:
+            self._counts.missed += not viewer.gate.is_waiting
+            viewer.gate.miss()
+        if not is_repeated and viewer.sent_count:
+            viewer.dropped_count += 1
 
     def _viewers(self) -> list[Viewer]:
         return [*(peer.track for peer in self._peers.values()), *self._ws.values()]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stream.chunk_notice import ChunkNotice
 from stream.peer import IceSettings
-from stream.schedule import ChunkSchedule
 from stream.video_encoder import Codec
 
 
@@ -32,7 +32,7 @@ class MediaSettings:
 class MediaEvents:
     """What media tells its session; every method is called on the loop and returns at once."""
 
-    def on_chunk(self, schedule: ChunkSchedule) -> None:
+    def on_chunk(self, schedule: ChunkNotice) -> None:
         """A chunk begins, or its times moved; before the frames concerned are sent."""
 
     def on_origin(self, viewer_id: str, gen: int, origin: int) -> None:

@@ -36,7 +36,7 @@ class VideoTrack(MediaStreamTrack):
         self.codec = codec
         self.gate = KeyGate()
         self.sent_count = 0
-        self.overflow_count = 0
+        self.dropped_count = 0
         self._on_started = on_started
         self._on_sent = on_sent
         self._queue: deque[EncodedFrame] = deque()
@@ -57,12 +57,6 @@ class VideoTrack(MediaStreamTrack):
         self._is_filled.set()
         self.sent_count += 1
         return True
-
-    def miss(self) -> None:
-        """Go on at the next keyframe: a picture was left out."""
-        if self._is_started:
-            self.overflow_count += 1
-        self.gate.miss()
 
     def discard_before(self, epoch: int) -> None:
         """Drop what waits from older epochs."""

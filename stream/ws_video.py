@@ -68,6 +68,7 @@ class WsVideo:
         self.codec = codec
         self.gate = KeyGate()
         self.sent_count = 0
+        self.dropped_count = 0
         self._send = send
         self._period_s = period_s
         self._clock_s = clock_s

@@ -1,4 +1,4 @@
-"""Schedule of a chunk: when each of its frames is shown, and which actions they show.
+"""Notice of a chunk: when each of its frames is shown, and which actions they show.
 
 Owns what the `chunk` message says. Pure: decisions of pacing go in. Invariant: times that were
 announced for a frame differ from those it is sent with by rounding only, or a correction came
@@ -20,7 +20,7 @@ PTS_TOLERANCE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkSchedule:
+class ChunkNotice:
     """The `chunk` message: when the frames of a chunk are shown, and which actions they show."""
 
     k: int
@@ -51,7 +51,7 @@ class Announcer:
     def __init__(self, frames_per_chunk: int) -> None:
         self._frames_per_chunk = frames_per_chunk
         self._expected_pts: list[int] = []
-        self.newest: ChunkSchedule | None = None
+        self.newest: ChunkNotice | None = None
 
     def forget(self) -> None:
         """A new epoch begins: what was announced no longer holds."""
@@ -64,8 +64,8 @@ class Announcer:
         timeline: pacing.Timeline,
         decision: pacing.PacingDecision,
         queued_ms: float,
-    ) -> ChunkSchedule | None:
-        """Schedule that has to be told before this frame is sent; None where all is as told.
+    ) -> ChunkNotice | None:
+        """Notice that has to be told before this frame is sent; None where all is as told.
 
         Args:
             meta: of the frame that is sent next.
@@ -88,7 +88,7 @@ class Announcer:
         left = self._frames_per_chunk - meta.offset
         self._expected_pts = [*past, *pacing.forecast_pts90(timeline, decision, left)]
         is_even = known is None and not meta.offset
-        self.newest = ChunkSchedule(
+        self.newest = ChunkNotice(
             k=meta.chunk,
             epoch=meta.epoch,
             first=meta.frame_id - meta.offset,
