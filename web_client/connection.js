@@ -42,7 +42,6 @@ export class Connection {
     this.pingId = 0;
     this.endCode = "";
     setInterval(() => this.beat(), 1000);
-    addEventListener("pagehide", () => this.socket?.close(1000));
   }
 
   get isOpen() {

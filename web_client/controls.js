@@ -28,7 +28,7 @@ export class Controls {
   }
 
   listen() {
-    const { connection, input, hud } = this.page;
+    const { connection, input } = this.page;
     const stage = element("stage");
     stage.addEventListener("click", () => {
       if (this.page.isViewer || !WITH_WORLD.includes(this.page.state())) return;
@@ -60,7 +60,6 @@ export class Controls {
       if (event.code === "KeyP") this.togglePause();
       if (event.code === "KeyH") this.toggleHud();
     });
-    this.hud = hud;
   }
 
   /** @type {(choice: import("./video.js").Rung | "auto") => void} */
@@ -176,8 +175,9 @@ export class Controls {
     }
   }
 
-  /** @param {() => Promise<import("./protocol.d.ts").ServiceInfo>} info */
+  /** Once; a service that is down is asked again later. @param {typeof import("./http.js").info} info */
   async showScenes(info) {
+    if (element("scenes").children.length) return;
     const service = await info().catch(() => null);
     if (!service) return;
     const buttons = service.scenes.map(({ name, prompt, thumbnail }) => {

@@ -13,8 +13,8 @@ const REFRESH_MS = 50;
 const MOTION_MS = 1000 / 60;
 const EDGE_LIFE_MS = 500;
 
-/** @typedef {{t: "act", seq: number, ct: number, keys: string[], look: [number, number],
- *   pad: number[], edges: [number, string, number, number][]}} Act */
+/** @typedef {import("./protocol.d.ts").Act} Act */
+/** @typedef {[number, number, number, number]} Axes walk x, y, look x, y */
 
 /** Now on the page's wall clock, in ms: comparable with `event.timeStamp` made absolute. */
 export const nowMs = () => performance.timeOrigin + performance.now();
@@ -28,7 +28,7 @@ export class Input {
   /**
    * @param {HTMLElement} stage what takes the mouse by pointer lock
    * @param {{send: (act: Act) => void, onHeld: (held: ReadonlySet<string>) => void,
-   *   onEdge: (seq: number, atMs: number) => void, readPad: () => number[]}} hooks
+   *   onEdge: (seq: number, atMs: number) => void, readPad: () => Axes}} hooks
    */
   constructor(stage, hooks) {
     this.stage = stage;
@@ -42,6 +42,7 @@ export class Input {
     this.edges = [];
     /** @type {[number, number]} */
     this.look = [0, 0];
+    /** @type {Axes} */
     this.pad = [0, 0, 0, 0];
     this.sentLook = "0,0";
     this.sentAtMs = 0;

@@ -132,7 +132,7 @@ function onMessage(message) {
       latency.reconnect();
       input.seq = Math.max(input.seq, message.last_seq);
       video.onWelcome(message);
-      controls.onWelcome(message);
+      controls.showScenes(info).then(() => controls.onWelcome(message));
       break;
     case "queue":
       show(wordsOfQueue(message));
@@ -191,5 +191,5 @@ document.addEventListener("visibilitychange", () => {
 
 video.forced = controls.transport(query.get("transport"));
 controls.onForce = (choice) => video.force(choice);
-await controls.showScenes(info);
+controls.showScenes(info);
 connection.connect();

@@ -56,11 +56,12 @@ export class Pads {
     this.look = new Stick(look);
   }
 
-  /** @returns {number[]} the axes now; a stick that is touched goes before a gamepad */
+  /** @returns {import("./input.js").Axes} the axes now; a stick that is touched goes before a gamepad */
   read() {
     const sticks = [this.walk.x, this.walk.y, this.look.x, this.look.y];
     const gamepad = navigator.getGamepads?.().find((pad) => pad?.connected && pad.axes.length >= 4);
     const axes = sticks.some(Boolean) || !gamepad ? sticks : gamepad.axes.slice(0, 4);
-    return axes.map(withoutDeadZone);
+    const [walkX, walkY, lookX, lookY] = axes.map(withoutDeadZone);
+    return [walkX, walkY, lookX, lookY];
   }
 }

@@ -92,7 +92,9 @@ class FakeService:
         """Return the application with the page in it."""
         app = FastAPI()
         app.get("/v1/info")(lambda: JSONResponse(self.info().model_dump(mode="json")))
-        app.get("/v1/scenes/{name}.png")(lambda: Response(picture("green", "PNG"), 200, None, "image/png"))
+        app.get("/v1/scenes/{name}.png")(
+            lambda: Response(picture("green", "PNG"), 200, None, "image/png")
+        )
         app.post("/v1/sessions", status_code=201)(self._create)
         app.websocket("/v1/ws")(self._talk)
         app.mount("/", StaticFiles(directory=WEB_CLIENT, html=True))
@@ -127,7 +129,9 @@ class FakeService:
 
     async def _answer(self, socket: WebSocket, message: Any) -> None:
         if isinstance(message, p.Hello):
-            world = p.WorldInfo(scene="meadow-forest", image_id=None, prompt="words", seed=0, epoch=0)
+            world = p.WorldInfo(
+                scene="meadow-forest", image_id=None, prompt="words", seed=0, epoch=0
+            )
             welcome = p.Welcome(
                 session="s1", role="controller", resume_token=f"resume-{self._session_count}",
                 video=p.VideoInfo(w=256, h=160, fps=24), chunk=p.ChunkInfo(first=17, next=17),
@@ -160,7 +164,14 @@ class FakeService:
 @contextmanager
 def serve(service: FakeService) -> Iterator[FakeService]:
     """Run the service on a free port of the loopback in a thread."""
-    config = uvicorn.Config(service.app(), host="127.0.0.1", port=0, log_level="warning", ws="websockets-sansio")
+    config = uvicorn.Config(
+        service.app(),
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
+        lifespan="off",
+        ws="websockets-sansio",
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
