@@ -149,10 +149,20 @@ class ActionMailbox:
     name and `latch`. Whoever created it unlinks it on `close`.
     """
 
-    def __init__(self, memory: SharedMemory, *, is_owner: bool, camera: CameraConfig) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        *,
+        is_owner: bool,
+        camera: CameraConfig,
+        stale_ms: float = STALE_MS,
+    ) -> None:
+        assert memory.buf is not None  # only after its close
         self._memory = memory
+        self._buffer = memory.buf
         self._is_owner = is_owner
         self._camera = camera
+        self._stale_ms = stale_ms
         self._lock_count = 0
         self._last_edge_id = -1
         self._ring = bytearray(PRESS_CAPACITY)
@@ -176,9 +186,12 @@ class ActionMailbox:
         return cls(memory, is_owner=True, camera=CameraConfig())
 
     @classmethod
-    def attach(cls, name: str, camera: CameraConfig | None = None) -> Self:
+    def attach(
+        cls, name: str, camera: CameraConfig | None = None, *, stale_ms: float = STALE_MS
+    ) -> Self:
         """Open the reader's side. What was posted before is held, but no earlier press counts."""
-        return cls(SharedMemory(name), is_owner=False, camera=camera or CameraConfig())
+        memory = SharedMemory(name)
+        return cls(memory, is_owner=False, camera=camera or CameraConfig(), stale_ms=stale_ms)
 
     @property
     def name(self) -> str:
@@ -264,7 +277,7 @@ class ActionMailbox:
             self._press_numbers.clear()
             self._look = (0.0, 0.0)
         self._state = state
-        is_fresh = now_ms - state.received_ms <= STALE_MS
+        is_fresh = now_ms - state.received_ms <= self._stale_ms
         held = set(_codes(state.held_bits)) if is_fresh else set()
         held |= self._take_presses(state)
         axes = held_axes({code: self._press_numbers.get(code, 0) for code in held})
@@ -302,7 +315,6 @@ class ActionMailbox:
 
     def _write(self, state: _State) -> None:
         """Odd sequence while the body changes, even when it is whole."""
-        buffer = self._memory.buf
         body = _BODY.pack(
             state.generation,
             state.seq,
@@ -314,10 +326,10 @@ class ActionMailbox:
             *state.pad,
             bytes(self._ring),
         )
-        _LOCK.pack_into(buffer, 0, self._lock_count + 1, 0)
-        buffer[_LOCK.size : _SIZE] = body
+        _LOCK.pack_into(self._buffer, 0, self._lock_count + 1, 0)
+        self._buffer[_LOCK.size : _SIZE] = body
         self._lock_count += 2
-        _LOCK.pack_into(buffer, 0, self._lock_count, zlib.crc32(body))
+        _LOCK.pack_into(self._buffer, 0, self._lock_count, zlib.crc32(body))
         self._state = state
 
     def _read(self) -> _State:
@@ -327,15 +339,26 @@ class ActionMailbox:
         """
         deadline_s = time.monotonic() + 1.0
         while True:
-            before, checksum = _LOCK.unpack_from(self._memory.buf, 0)
-            body = bytes(self._memory.buf[_LOCK.size : _SIZE])
-            after, _ = _LOCK.unpack_from(self._memory.buf, 0)
+            before, checksum = _LOCK.unpack_from(self._buffer, 0)
+            body = bytes(self._buffer[_LOCK.size : _SIZE])
+            after, _ = _LOCK.unpack_from(self._buffer, 0)
             if before == after and before % 2 == 0 and zlib.crc32(body) == checksum:
                 break
             if time.monotonic() > deadline_s:
                 raise StateError("action mailbox: no whole snapshot within 1 s; its writer is gone")
-        values = _BODY.unpack(body)
-        return _State(*values[:6], values[6:8], values[8:12], values[12])
+        generation, seq, bits, presses, forgotten, received_ms, *rest = _BODY.unpack(body)
+        right_px, down_px, left_x, left_y, right_x, right_y, ring = rest
+        return _State(
+            generation,
+            seq,
+            bits,
+            presses,
+            forgotten,
+            received_ms,
+            (right_px, down_px),
+            (left_x, left_y, right_x, right_y),
+            ring,
+        )
 
 
 def _bits(held: Iterable[str]) -> int:

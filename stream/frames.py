@@ -80,8 +80,10 @@ class FrameRing:
     """
 
     def __init__(self, handle: RingHandle, memory: SharedMemory, *, is_owner: bool) -> None:
+        assert memory.buf is not None  # only after its close
         self.handle = handle
         self._memory = memory
+        self._buffer = memory.buf
         self._is_owner = is_owner
         self._is_cancelled = False
         self._next = 0
@@ -89,9 +91,8 @@ class FrameRing:
 
     @classmethod
     def create(cls, *, width_px: int, height_px: int, capacity: int = CAPACITY) -> Self:
-        """Make a ring with every slot free."""
+        """Make a ring with every slot free: new shared memory is zero."""
         memory = SharedMemory(create=True, size=capacity * (1 + width_px * height_px * 3))
-        memory.buf[:capacity] = bytes(capacity)
         handle = RingHandle(
             name=memory.name,
             width_px=width_px,
@@ -114,11 +115,11 @@ class FrameRing:
     @property
     def taken_count(self) -> int:
         """Slots that are not free."""
-        return sum(map(bool, self._memory.buf[: self.capacity]))
+        return sum(map(bool, self._buffer[: self.capacity]))
 
     def state(self, slot: int) -> SlotState:
         """Return the state of a slot."""
-        return SlotState(self._memory.buf[slot])
+        return SlotState(self._buffer[slot])
 
     def write(self, frame_HWC: NDArray[np.uint8]) -> int:
         """Copy a frame into a free slot and return the slot; blocks while there is none.
@@ -137,9 +138,9 @@ class FrameRing:
             self.handle.free.release()
             raise RingCancelledError("frame ring: the wait for a free slot was given up")
         slot = self._find_free()
-        self._memory.buf[slot] = SlotState.WRITING
+        self._buffer[slot] = SlotState.WRITING
         self._slot(slot)[:] = np.ascontiguousarray(frame_HWC).data.cast("B")
-        self._memory.buf[slot] = SlotState.READY
+        self._buffer[slot] = SlotState.READY
         self._next = (slot + 1) % self.capacity
         return slot
 
@@ -162,7 +163,7 @@ class FrameRing:
             StateError: the slot holds no frame.
         """
         self._expect(slot, SlotState.READY, SlotState.READING)
-        self._memory.buf[slot] = SlotState.READING
+        self._buffer[slot] = SlotState.READING
         flat = np.frombuffer(bytes(self._slot(slot)), dtype=np.uint8)
         return flat.reshape(self.handle.height_px, self.handle.width_px, 3)
 
@@ -173,8 +174,18 @@ class FrameRing:
             StateError: the slot holds no frame.
         """
         self._expect(slot, SlotState.READY, SlotState.READING)
-        self._memory.buf[slot] = SlotState.FREE
+        self._buffer[slot] = SlotState.FREE
         self.handle.free.release()
+
+    def recover(self) -> None:
+        """Give back what a dead writer held; only while there is no writer. READY frames stay."""
+        while self.handle.free.acquire(block=False):
+            pass
+        for slot in range(self.capacity):
+            if self._buffer[slot] == SlotState.WRITING:
+                self._buffer[slot] = SlotState.FREE
+        for _ in range(self.capacity - self.taken_count):
+            self.handle.free.release()
 
     def close(self) -> None:
         """Give the memory up; the owner removes it. Calling it again does nothing."""
@@ -186,13 +197,13 @@ class FrameRing:
     def _find_free(self) -> int:
         for step in range(self.capacity):
             slot = (self._next + step) % self.capacity
-            if self._memory.buf[slot] == SlotState.FREE:
+            if self._buffer[slot] == SlotState.FREE:
                 return slot
         raise StateError("frame ring: more slots counted free than there are")
 
     def _slot(self, slot: int) -> memoryview:
         begin = self.capacity + slot * self._frame_bytes
-        return self._memory.buf[begin : begin + self._frame_bytes]
+        return self._buffer[begin : begin + self._frame_bytes]
 
     def _expect(self, slot: int, *allowed: SlotState) -> None:
         found = self.state(slot)

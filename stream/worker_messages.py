@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from stream.actions import STALE_MS
 from stream.frames import FrameMeta
 from stream.jobs import WorldSpec
 
@@ -41,6 +42,8 @@ class WorkerConfig:
     fps: float = 24.0
     jit_margin_ms: float = 40.0
     """A chunk starts this much earlier than its cost asks for."""
+    stale_ms: float = STALE_MS
+    """Age at which held keys count as let go."""
     thread_count: int | None = None
     """Threads of torch; None leaves its own choice."""
 
@@ -148,6 +151,7 @@ class SessionStarted:
 
     session_id: str
     epoch: int
+    start: StartFrom
     prompt: str
     seed: int
     trace: Path
@@ -206,7 +210,8 @@ class Failed:
     session_id: str | None
     code: FailureCode
     is_fatal: bool
-    """Whether the worker ends; otherwise only the session did."""
+    """Whether the worker is gone for good; otherwise only the session ended, or, for WORKER_DIED
+    and GEN_TIMEOUT, a new worker goes on with it from its trace."""
     detail: str
 
 
