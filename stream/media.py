@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,7 @@ from stream import pacing
 from stream.chunk_notice import Announcer, ChunkNotice
 from stream.media_events import MediaEvents, MediaSettings, MediaStats
 from stream.peer import Answer, OfferError, Peer
+from stream.recording import Recording
 from stream.shared_encoders import SharedEncoders, Viewer
 from stream.video_encoder import Codec, EncodedFrame
 from stream.ws_video import WsVideo
@@ -106,6 +108,7 @@ class Media:
         self._peers: dict[tuple[str, int], Peer] = {}
         self._newest_gen: dict[str, int] = {}
         self._ws: dict[str, WsVideo] = {}
+        self._recording: Recording | None = None
         self._counts = _Counts()
         self._sent_at_s: deque[float] = deque(maxlen=STATS_FRAMES)
         self._encode_ms: deque[float] = deque(maxlen=STATS_FRAMES)
@@ -265,6 +268,22 @@ class Media:
         """Change the bit rate of all encoders from the next frame on."""
         self._encoders.bitrate_bps = bitrate_bps
 
+    def record(self, path: Path) -> None:
+        """Record from now on what is shown, into a growing `.ts` file (see `stream.recording`).
+
+        Raises:
+            OSError: if the file cannot be made.
+        """
+        self.stop_recording()
+        width_px, height_px = self._size_px
+        self._recording = Recording(path, width_px=width_px, height_px=height_px, fps=self._fps)
+
+    def stop_recording(self) -> None:
+        """Complete the recording, if there is one."""
+        if self._recording is not None:
+            self._recording.finish()
+            self._recording = None
+
     def stats(self) -> MediaStats:
         """Figures of now."""
         counts, now_s = self._counts, self._clock_s()
@@ -311,6 +330,7 @@ class Media:
         self._peers.clear()
         if self._closing:
             await asyncio.gather(*self._closing, return_exceptions=True)
+        self.stop_recording()
         self._encoders.close()
 
     # ---- pacing
@@ -422,7 +442,9 @@ class Media:
             viewer.dropped_count += 1
 
     def _viewers(self) -> list[Viewer]:
-        return [*(peer.track for peer in self._peers.values()), *self._ws.values()]
+        viewers: list[Viewer] = [peer.track for peer in self._peers.values()]
+        viewers += self._ws.values()
+        return viewers if self._recording is None else [*viewers, self._recording]
 
     def _wake_for_viewer(self) -> None:
         self._wake.set()

@@ -18,11 +18,12 @@ import structlog
 from numpy.typing import NDArray
 
 from stream.media_events import MediaSettings
+from stream.recording import Recording
 from stream.video_encoder import Codec, JpegEncoder, Picture, VideoEncoder
 from stream.video_track import VideoTrack
 from stream.ws_video import WsVideo
 
-Viewer = VideoTrack | WsVideo
+Viewer = VideoTrack | WsVideo | Recording
 
 
 @dataclass(frozen=True, slots=True)
