@@ -1,10 +1,11 @@
 /**
- * Buttons, scenes, prompt, own picture: what a visitor can ask for besides walking.
+ * Buttons, prompt, own picture: what a visitor can ask for besides walking.
  *
  * Owns the ids of wishes that the server has not yet said are applied.
  */
 
 import { HttpError, download, uploadImage } from "./http.js";
+import { Scenes } from "./scenes.js";
 
 /** @param {string} id @returns {any} */
 const element = (id) => document.getElementById(id);
@@ -23,6 +24,10 @@ export class Controls {
     this.wishId = 0;
     /** @type {Map<number, string>} */
     this.wishes = new Map();
+    this.scenes = new Scenes(element("scenes"), (name, prompt) => {
+      element("prompt").value = prompt;
+      this.reset({ scene: name, prompt }, `Scene ${name}`);
+    });
     this.listen();
     this.onState("");
   }
@@ -45,6 +50,7 @@ export class Controls {
     element("upload").addEventListener("change", () => this.upload());
     element("save-video").addEventListener("click", () => this.save("recording.mp4"));
     element("save-trace").addEventListener("click", () => this.save("trace.jsonl"));
+    element("watch").addEventListener("click", () => this.copyWatchLink());
     element("hud-toggle").addEventListener("click", () => this.toggleHud());
     element("transport").addEventListener("change", () => this.onTransport());
     element("prompt-form").addEventListener("submit", (/** @type {Event} */ event) => {
@@ -75,6 +81,16 @@ export class Controls {
       element("transport").value = choice;
     }
     return element("transport").value;
+  }
+
+  async copyWatchLink() {
+    const link = `${location.origin}/?watch=${encodeURIComponent(this.session)}`;
+    try {
+      await navigator.clipboard.writeText(link);
+      this.notice(`Copied: ${link}`);
+    } catch {
+      this.notice(`For who wants to watch: ${link}`);
+    }
   }
 
   toggleHud() {
@@ -136,7 +152,8 @@ export class Controls {
     this.wishes.clear();
     element("prompt").maxLength = welcome.limits.prompt_chars;
     if (document.activeElement !== element("prompt")) element("prompt").value = welcome.world.prompt;
-    this.markScene(welcome.world.scene ?? "");
+    this.scenes.mark(welcome.world.scene ?? "");
+    this.scenes.load();
     const { scene, image_id, prompt, seed } = welcome.world;
     if (!this.page.isViewer) {
       Object.assign(this.page.connection.wants, {
@@ -149,16 +166,16 @@ export class Controls {
   onApplied(applied) {
     const title = this.wishes.get(applied.id);
     this.wishes.delete(applied.id);
-    if (title) this.notice(`${title}: done, from chunk ${applied.chunk + 1} on`);
+    if (title) this.notice(`${title}: done`);
   }
 
   /** @param {string} state of the session */
   onState(state) {
     const isOn = WITH_WORLD.includes(state) && !this.page.isViewer;
     for (const id of ["pause", "reset", "reseed", "upload"]) element(id).disabled = !isOn;
-    for (const id of ["save-video", "save-trace"]) element(id).disabled = !state || this.page.isViewer;
+    for (const id of ["save-video", "save-trace", "watch"]) element(id).disabled = !state || this.page.isViewer;
     for (const field of element("prompt-form").elements) field.disabled = this.page.isViewer;
-    for (const button of element("scenes").children) button.disabled = this.page.isViewer;
+    this.scenes.enable(!this.page.isViewer);
     element("pause").textContent = state === "PAUSED" ? "Go on" : "Pause";
     element("step").hidden = state !== "PAUSED" || this.page.isViewer;
   }
@@ -166,40 +183,5 @@ export class Controls {
   /** @param {string} text */
   notice(text) {
     element("notice").textContent = text;
-  }
-
-  /** @param {string} name */
-  markScene(name) {
-    for (const button of element("scenes").children) {
-      button.setAttribute("aria-pressed", String(button.dataset.scene === name));
-    }
-  }
-
-  /** Once; a service that is down is asked again later. @param {typeof import("./http.js").info} info */
-  async showScenes(info) {
-    if (element("scenes").children.length) return;
-    const service = await info().catch(() => null);
-    if (!service) return;
-    const buttons = service.scenes.map(({ name, prompt, thumbnail }) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.dataset.scene = name;
-      button.title = prompt;
-      const picture = document.createElement("img");
-      picture.src = thumbnail;
-      picture.alt = "";
-      picture.loading = "lazy";
-      const label = document.createElement("span");
-      label.textContent = name.replaceAll("-", " ");
-      button.append(picture, label);
-      button.addEventListener("click", () => {
-        element("prompt").value = prompt;
-        this.markScene(name);
-        this.reset({ scene: name, prompt }, `Scene ${label.textContent}`);
-      });
-      return button;
-    });
-    element("scenes").replaceChildren(...buttons);
-    this.onState(this.page.state());
   }
 }

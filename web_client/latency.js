@@ -27,7 +27,7 @@ const ptsOf = (chunk, i) => chunk.pts?.[i] ?? chunk.pts0 + i * (chunk.dpts ?? 0)
 
 export class Latency {
   constructor() {
-    /** @type {Map<number, Chunk>} */
+    /** By the id of the first frame, which no reset brings back. @type {Map<number, Chunk>} */
     this.chunks = new Map();
     /** @type {number | null} */
     this.origin = null;
@@ -78,11 +78,10 @@ export class Latency {
 
   /** @param {Chunk} chunk */
   onChunk(chunk) {
-    this.chunks.set(chunk.k, chunk);
-    for (const k of this.chunks.keys()) {
-      if (this.chunks.size <= CHUNKS_KEPT) break;
-      this.chunks.delete(k);
-    }
+    this.chunks.delete(chunk.first);
+    this.chunks.set(chunk.first, chunk);
+    const [oldest] = this.chunks.keys();
+    if (this.chunks.size > CHUNKS_KEPT) this.chunks.delete(oldest);
   }
 
   /** @param {number} rtp @returns {number | null} frame id; null where no chunk names the time */

@@ -6,7 +6,6 @@
 
 import { Connection } from "./connection.js";
 import { Controls } from "./controls.js";
-import { info } from "./http.js";
 import { Hud } from "./hud.js";
 import { Input, nowMs } from "./input.js";
 import { Latency } from "./latency.js";
@@ -132,7 +131,7 @@ function onMessage(message) {
       latency.reconnect();
       input.seq = Math.max(input.seq, message.last_seq);
       video.onWelcome(message);
-      controls.showScenes(info).then(() => controls.onWelcome(message));
+      controls.onWelcome(message);
       break;
     case "queue":
       show(wordsOfQueue(message));
@@ -166,6 +165,7 @@ function onMessage(message) {
       break;
     case "warn":
     case "err":
+      if (["NOT_READY", "RATE_LIMIT"].includes(message.code)) video.onRefused(message.retry_ms ?? 1000);
       if (message.code.startsWith("RTC_")) video.fall("no agreement");
       if (message.t === "err" && message.fatal) error = message.msg;
       controls.notice(message.msg);
@@ -191,5 +191,5 @@ document.addEventListener("visibilitychange", () => {
 
 video.forced = controls.transport(query.get("transport"));
 controls.onForce = (choice) => video.force(choice);
-controls.showScenes(info);
+controls.scenes.load();
 connection.connect();

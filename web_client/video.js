@@ -149,6 +149,13 @@ export class Video {
     if (answer.gen === this.gen) this.rtc?.answer(answer.sdp).catch(() => this.fall("failed"));
   }
 
+  /** The server refused, for now. @param {number} retryMs */
+  onRefused(retryMs) {
+    const { rtc } = this;
+    if (!rtc || rtc.isAnswered) return;
+    setTimeout(() => rtc === this.rtc && !rtc.isAnswered && this.start(this.rung, ""), retryMs);
+  }
+
   /** @param {number} fpsOut frames a second that the server says it sends */
   onStats(fpsOut) {
     if (!this.hasFrame || fpsOut < 5 || document.hidden) return;

@@ -20,6 +20,7 @@ export class RtcVideo {
     this.options = options;
     this.isClosed = false;
     this.isOffered = false;
+    this.isAnswered = false;
     const { gen, send } = options;
     this.peer = new RTCPeerConnection({
       iceServers: options.iceServers,
@@ -64,7 +65,8 @@ export class RtcVideo {
 
   /** @param {string} sdp */
   async answer(sdp) {
-    if (this.isClosed) return;
+    if (this.isClosed || this.isAnswered) return;
+    this.isAnswered = true;
     await this.peer.setRemoteDescription({ type: "answer", sdp });
   }
 

@@ -82,7 +82,9 @@ class FakeService:
             video=p.VideoInfo(w=256, h=160, fps=24), chunk=p.ChunkInfo(first=17, next=17),
             latch_ms=708, codecs=("jpeg",), ice=(), limits=LIMITS,
             scenes=tuple(
-                p.SceneInfo(name=name, prompt=f"words of {name}", thumbnail=f"/v1/scenes/{name}.png")
+                p.SceneInfo(
+                    name=name, prompt=f"words of {name}", thumbnail=f"/v1/scenes/{name}.png"
+                )
                 for name in ("meadow-forest", "snow-ruins")
             ),
             needs_token=False, is_ready=self.loading is None, loading=self.loading,

@@ -99,7 +99,8 @@ def test_clock_offset_comes_from_the_fastest_answers(page: Page) -> None:
     body = """
       const latency = new m.Latency();
       for (let i = 0; i < 10; i += 1) {
-        latency.pongs.push({rtt: i === 4 || i === 7 ? 2 : 50 + i, offset: i === 4 || i === 7 ? 100 : 900});
+        const isFast = i === 4 || i === 7;
+        latency.pongs.push({rtt: isFast ? 2 : 50 + i, offset: isFast ? 100 : 900});
       }
       return latency.offsetMs;
     """

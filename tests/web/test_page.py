@@ -259,7 +259,7 @@ def test_prompt_scene_seed_pause_and_step_are_sent(page: Page, service: Any) -> 
     wish = until(lambda: service.messages("prompt"))[0]
     assert wish.text == "snow at night"
     service.send(p.Applied(id=wish.id, chunk=6, epoch=0))
-    page.wait_for_function("document.getElementById('notice').textContent.includes('chunk 7')")
+    page.wait_for_function("document.getElementById('notice').textContent === 'New prompt: done'")
     page.click("button[data-scene=snow-ruins]")
     reset = until(lambda: service.messages("reset"))[0]
     assert (reset.scene, reset.prompt) == ("snow-ruins", "words of snow-ruins")
