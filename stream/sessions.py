@@ -271,6 +271,10 @@ class Registry:
             self._on_change(Change(session=session, old=old, new=new, code=code))
         return True
 
+    def is_player(self, session: Session, resume_token: str) -> bool:
+        """Whether the token proves the player of this session."""
+        return hmac.compare_digest(session.resume_token.encode(), resume_token.encode())
+
     def connected(self, session: Session, now_s: float) -> None:
         """The player's socket said hello."""
         session.gone_since_s = None

@@ -82,7 +82,6 @@ class ServerSettings(BaseSettings):
     messages_per_s: Annotated[int, Field(ge=10, le=10_000)] = 200
     sessions_per_min: Annotated[int, Field(ge=1, le=10_000)] = 10
     sockets_per_address: Annotated[int, Field(ge=1, le=10_000)] = 4
-    verbose: bool = False
 
     @field_validator("allowed_hosts", "allowed_origins", "ice_server", mode="before")
     @classmethod
