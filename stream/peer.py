@@ -254,6 +254,8 @@ def _checked(offer_sdp: str) -> SessionDescription:
     kinds = [media.kind for media in offer.media]
     if kinds != ["video"]:
         raise OfferError("BAD_MESSAGE", f"media sections {kinds}; expected one of video")
+    if not (offer.media[0].dtls and offer.media[0].dtls.fingerprints):
+        raise OfferError("BAD_MESSAGE", "no fingerprint")
     return offer
 
 

@@ -1,8 +1,8 @@
 """Recording of what a session showed, from the pictures that were encoded for its viewers.
 
 Owns the file while it grows (MPEG-TS: playable wherever it ends) and its copy into MP4, which costs
-no encoding. Invariants: each shown frame is in it once, at the time it was shown; a stall or pause
-longer than `PAUSE_S` is shortened to that; `finish` may be called twice.
+no encoding. Invariants: each shown frame is in it, at the time it was shown; a stall or pause
+longer than `PAUSE_S` is shortened to about that; `finish` may be called twice.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from stream.pacing import PTS_HZ
 from stream.video_encoder import TIME_BASE, Codec, EncodedFrame, KeyGate
 
 PAUSE_S = 0.25
+REPEATED_S = 0.001
+"""Of a picture that was sent again: it has to be there, since later ones build on it."""
 
 
 class Recording:
@@ -39,6 +41,7 @@ class Recording:
     def __init__(self, path: Path, *, width_px: int, height_px: int, fps: float) -> None:
         import av
 
+        path.write_bytes(b"")  # PyAV would report trouble with the first picture only
         self.path = path
         self.gate = KeyGate()
         self.sent_count = 0
@@ -55,12 +58,13 @@ class Recording:
 
     def deliver(self, frame: EncodedFrame) -> bool:
         """Write one picture; says whether it was written."""
-        if self._container is None or frame.is_repeated or not self.gate.passes(frame):
+        if self._container is None or not self.gate.passes(frame):
             return False
         from av.packet import Packet
 
         if self._last_pts90 is not None:
-            self._pts += min(frame.pts90 - self._last_pts90, round(PAUSE_S * PTS_HZ))
+            longest_s = REPEATED_S if frame.is_repeated else PAUSE_S
+            self._pts += min(frame.pts90 - self._last_pts90, round(longest_s * PTS_HZ))
         self._last_pts90 = frame.pts90
         packet: Any = Packet(frame.data)
         packet.pts = packet.dts = self._pts

@@ -26,6 +26,10 @@ from stream.ws_video import WsVideo
 Viewer = VideoTrack | WsVideo | Recording
 
 
+RECORDING_KEY_S = 10.0
+"""Longest way to a keyframe in a recording, so that players can jump in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Want:
     """A codec that a frame is to be encoded for."""
@@ -129,8 +133,10 @@ class SharedEncoders:
             return False
         if any(viewer.gate.is_waiting for viewer in ready) and self._may_join(codec):
             return True
-        is_old = self._since_key_s(codec) >= self._settings.keyframe_min_s
-        return codec in self._is_key_wanted and is_old
+        since_s = self._since_key_s(codec)
+        if since_s >= RECORDING_KEY_S and any(isinstance(each, Recording) for each in ready):
+            return True
+        return codec in self._is_key_wanted and since_s >= self._settings.keyframe_min_s
 
     def _encode(
         self, frame_HWC: NDArray[np.uint8], pts90: int, wants: dict[Codec, Want]

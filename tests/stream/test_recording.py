@@ -67,6 +67,19 @@ def test_pause_is_shortened(recording, tmp_path):
     assert times_s[2] - times_s[1] == pytest.approx(PAUSE_S, abs=1e-3)
 
 
+def test_repeated_picture_takes_no_time_and_breaks_nothing(recording, tmp_path):
+    record(recording, [0, 3750, 48_750, 52_500], repeated={2})
+    recording.finish()
+    assert export_mp4(recording.path, tmp_path / "live.mp4") == 4
+    times_s = played(tmp_path / "live.mp4")
+    assert times_s[3] - times_s[1] == pytest.approx(1 / 24 + 0.001, abs=1e-3)
+
+
+def test_folder_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere"):
+        Recording(tmp_path / "nowhere" / "live.ts", width_px=64, height_px=48, fps=24)
+
+
 def test_empty_recording_is_an_error_and_leaves_nothing(recording, tmp_path):
     recording.finish()
     with pytest.raises(OSError, match=r"live\.ts"):
