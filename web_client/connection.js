@@ -5,7 +5,7 @@
  * is kept for the next socket; a socket that is silent for 10 s is given up.
  */
 
-import { HttpError, createSession, info } from "./http.js";
+import { HttpError, createSession, loading } from "./http.js";
 import { nowMs } from "./input.js";
 
 /** @typedef {import("./protocol.d.ts").ServerMessage} ServerMessage */
@@ -22,6 +22,9 @@ const NO_RETRY = new Map([
   [4400, "BAD_MESSAGE"], [4404, "NO_SESSION"], [4408, "IDLE"], [4409, "CONFLICT"],
   [4410, "GONE"], [4411, "MAX_DURATION"],
 ]);
+/** Ends that a new try would only repeat: the page asks first. */
+const ASK_FIRST = ["GEN_INVALID", "BAD_IMAGE"];
+const CLOSED_CLEANLY = 1000;
 const RESUME_KEY = "worldstream.resume";
 
 export class Connection {
@@ -68,11 +71,13 @@ export class Connection {
 
   /** @param {number} run @returns {Promise<boolean>} whether this run is still the newest */
   async waitUntilLoaded(run) {
+    const beganMs = nowMs();
     for (;;) {
-      const service = await info();
+      const progress = await loading();
       if (run !== this.run) return false;
-      if (service.is_ready) return true;
-      const { stage, percent, seconds } = service.loading ?? { stage: "", percent: 0, seconds: 0 };
+      if (progress === null) return true;
+      const { stage, percent } = progress;
+      const seconds = Math.max(progress.seconds, (nowMs() - beganMs) / 1000);
       this.options.onStatus({ kind: "loading", stage, percent, seconds });
       await new Promise((resolve) => setTimeout(resolve, LOADING_POLL_MS));
       if (run !== this.run) return false;
@@ -128,7 +133,8 @@ export class Connection {
   /** @param {number} closeCode */
   onClosed(closeCode) {
     this.socket = null;
-    const code = NO_RETRY.get(closeCode);
+    const isFinal = ASK_FIRST.includes(this.endCode) || closeCode === CLOSED_CLEANLY;
+    const code = isFinal ? this.endCode : NO_RETRY.get(closeCode);
     if (code === undefined) return this.retry("lost");
     if (code !== "CONFLICT") this.keepResume(null);
     this.options.onStatus({ kind: "ended", code: this.endCode || code });

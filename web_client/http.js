@@ -46,6 +46,17 @@ async function request(path, init = {}, bearer = accessToken()) {
 /** @returns {Promise<ServiceInfo>} */
 export const info = async () => (await request("/v1/info")).json();
 
+/**
+ * @returns {Promise<import("./protocol.d.ts").Loading | null>} how far loading is; null when done
+ */
+export async function loading() {
+  const response = await fetch("/readyz", { cache: "no-store" }).catch(() => null);
+  if (!response) throw new HttpError("UNREACHABLE", "The server does not answer.");
+  if (response.ok) return null;
+  const body = await response.json().catch(() => ({}));
+  return body.loading ?? { t: "loading", stage: "", percent: 0, seconds: 0 };
+}
+
 /** @param {CreateSession} body @returns {Promise<SessionCreated>} */
 export async function createSession(body) {
   const headers = { "Content-Type": "application/json" };

@@ -44,7 +44,6 @@ const wants = isViewer
 let state = "";
 let reason = "";
 let error = "";
-let isPausedByHiding = false;
 const latency = new Latency();
 const pads = new Pads(element("stick-walk"), element("stick-look"));
 
@@ -141,6 +140,7 @@ function onMessage(message) {
       break;
     case "state":
       setState(message.state, message.reason);
+      resumeIfSeen();
       video.onState(message.state);
       showState();
       break;
@@ -183,10 +183,14 @@ element("overlay-button").addEventListener("click", (/** @type {Event} */ event)
   else connection.connect(["FAILED", "CLOSED", "ended"].includes(document.body.dataset.state ?? ""));
   element("stage").focus();
 });
+/** Being out of sight pauses; being seen again ends that, after a reload as well. */
+function resumeIfSeen() {
+  if (isViewer || document.hidden || state !== "PAUSED" || reason !== "hidden") return;
+  send({ t: "resume", reason: "visible" });
+}
 document.addEventListener("visibilitychange", () => {
-  if (isViewer) return;
-  if (document.hidden && state === "RUNNING") isPausedByHiding = send({ t: "pause", reason: "hidden" });
-  else if (!document.hidden && isPausedByHiding) isPausedByHiding = !send({ t: "resume", reason: "visible" });
+  if (!isViewer && document.hidden && state === "RUNNING") send({ t: "pause", reason: "hidden" });
+  resumeIfSeen();
 });
 
 video.forced = controls.transport(query.get("transport"));

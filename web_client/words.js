@@ -13,6 +13,8 @@ const ENDINGS = {
   GONE: { headline: "The world was put away", detail: "The connection was gone for too long.", button: "Play again" },
   MAX_DURATION: { headline: "Time is up", detail: "A session has a longest duration, so that others can play.", button: "Play again" },
   CONFLICT: { headline: "You play in another window", detail: "One window at a time has the keys.", button: "Play here" },
+  GEN_INVALID: { headline: "The world stopped", detail: "The model made no valid picture.", button: "Start again" },
+  BAD_IMAGE: { headline: "The world stopped", detail: "Its first picture cannot be used.", button: "Start again" },
   NO_SESSION: { headline: "This world has ended", button: "Start a new one" },
   BAD_MESSAGE: { headline: "The server did not understand this page", detail: "Reload the page; it may be older than the server.", button: "Start again" },
 };

@@ -97,10 +97,17 @@ class FakeService:
         app.get("/v1/scenes/{name}.png")(
             lambda: Response(picture("green", "PNG"), 200, None, "image/png")
         )
+        app.get("/readyz")(self._ready)
         app.post("/v1/sessions", status_code=201)(self._create)
         app.websocket("/v1/ws")(self._talk)
         app.mount("/", StaticFiles(directory=WEB_CLIENT, html=True))
         return app
+
+    def _ready(self) -> JSONResponse:
+        body = {"ready": self.loading is None}
+        if self.loading is None:
+            return JSONResponse(body)
+        return JSONResponse({**body, "loading": self.loading.model_dump()}, 503)
 
     def _create(self, body: dict[str, Any]) -> JSONResponse:
         p.CreateSession.model_validate(body)

@@ -117,12 +117,18 @@ def test_full_queue_is_said(page: Page, service: Any) -> None:
     wait_for_headline(page, "Busy")
 
 
-def test_fatal_error_is_said_and_the_button_starts_a_new_world(page: Page, service: Any) -> None:
+def test_invalid_picture_is_said_and_the_button_starts_a_new_world(
+    page: Page, service: Any
+) -> None:
     play(page, service)
-    service.send(p.err(p.ErrorCode.GEN_INVALID, fatal=True))
     service.set_state(SessionState.FAILED)
+    service.send(p.err(p.ErrorCode.GEN_INVALID, fatal=True))
+    service.send(p.bye(p.ErrorCode.GEN_INVALID))
+    service.close_socket(p.CLOSE_CODE[p.ErrorCode.GEN_INVALID])
     wait_for_headline(page, "The world stopped")
     assert page.inner_text("#detail") == p.ERROR_TEXT[p.ErrorCode.GEN_INVALID]
+    time.sleep(0.6)  # twice the first back-off
+    assert len(service.created) == 1
     page.click("#overlay-button")
     until(lambda: len(service.created) == 2)
     assert "resume" not in service.created[-1]
@@ -211,6 +217,9 @@ def test_hidden_page_pauses_and_goes_on(page: Page, service: Any) -> None:
     play(page, service)
     page.evaluate(RELEASES["hidden"])
     assert until(lambda: service.messages("pause"))[0].reason == "hidden"
+    service.set_state(SessionState.PAUSED, "hidden")
+    time.sleep(0.1)
+    assert service.messages("resume") == []
     page.evaluate(
         "Object.defineProperty(document, 'hidden', {value: false, configurable: true});"
         "document.dispatchEvent(new Event('visibilitychange'))"
