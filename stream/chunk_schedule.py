@@ -46,6 +46,10 @@ class ChunkSchedule:
         """
         left_s = max(0.0, self._played_until_s - now_s)
         in_ring_s = taken_count * self.period_s
+        costs_s = tuple(self._costs_s)
         if left_s <= in_ring_s:
-            return start_wait_s(taken_count, self.period_s, tuple(self._costs_s), self._margin_s)
-        return start_wait_s(1, left_s, tuple(self._costs_s), self._margin_s)
+            wait_s = start_wait_s(taken_count, self.period_s, costs_s, self._margin_s)
+        else:
+            wait_s = start_wait_s(1, left_s, costs_s, self._margin_s)
+        # Not worth a sleep; where nothing is shown, waits this short would never end either.
+        return 0.0 if wait_s < self.period_s / 4.0 else wait_s
