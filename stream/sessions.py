@@ -174,9 +174,9 @@ class Registry:
         if self._durations_s:
             typical_s = min(typical_s, statistics.median(self._durations_s))
         ends = sorted(
-            max(0.0, (each.started_s or now_s) + typical_s - now_s)
+            max(0.0, each.started_s + typical_s - now_s)
             for each in self._sessions.values()
-            if each.holds_slot
+            if each.holds_slot and each.started_s is not None
         )
         if not ends:
             return 0.0
