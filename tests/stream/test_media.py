@@ -2,6 +2,8 @@
 
 import asyncio
 import struct
+import threading
+from pathlib import Path
 
 import av
 import numpy as np
@@ -423,5 +425,26 @@ def test_close_twice_releases_what_waits():
         await bench.media.close()
         await bench.media.close()
         bench.publish(1)
+
+    run(check)
+
+
+def test_coming_and_going_leaves_no_sockets_threads_or_connections():
+    async def check(bench):
+        counts = []
+        for gen in range(8):
+            browser = await new_offer()
+            answer = await bench.media.add_webrtc("a", gen, browser.localDescription.sdp)
+            await browser.setRemoteDescription(RTCSessionDescription(answer.sdp, "answer"))
+            await wait_for(lambda gen=gen: ("a", gen, "connected") in bench.log.states)
+            bench.publish(1)
+            await bench.drain()
+            bench.media.remove("a")
+            await browser.close()
+            await wait_for(lambda gen=gen: ("a", gen, "closed") in bench.log.states)
+            await asyncio.sleep(0.05)
+            files = len(list(Path("/proc/self/fd").iterdir()))
+            counts.append((files, threading.active_count(), len(asyncio.all_tasks())))
+        assert counts[-1] == counts[1]
 
     run(check)
