@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 from pydantic import SecretStr
 
 from engine.config import preset
@@ -28,7 +29,7 @@ SHUTDOWN_LIMIT_S = 5
 PROGRESS_S = 0.5
 
 
-class _Server(uvicorn.Server):
+class LiveServer(uvicorn.Server):
     """Server that lets the service say goodbye before it closes connections."""
 
     def __init__(self, config: uvicorn.Config, live: Live) -> None:
@@ -81,9 +82,19 @@ def serve(settings: ServerSettings) -> None:
         server.should_exit = True
 
     live = Live(settings, on_lost=stop)
+    server = LiveServer(uvicorn_config(create_app(live), settings), live)
+    _say(f"starting {settings.preset} on {settings.host}:{settings.port}")
+    with listener:
+        server.run(sockets=[listener])
+    if lost:
+        raise DeviceError(f"worker: {lost[0]}")
+
+
+def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    """Limits of the protocol as the HTTP server wants them."""
     proxies = settings.trusted_proxies
-    config = uvicorn.Config(
-        create_app(live),
+    return uvicorn.Config(
+        app,
         log_config=None,
         access_log=False,
         ws_max_size=protocol.MESSAGE_LIMIT_BYTES,
@@ -96,12 +107,6 @@ def serve(settings: ServerSettings) -> None:
         forwarded_allow_ips=proxies or None,
         server_header=False,
     )
-    server = _Server(config, live)
-    _say(f"starting {settings.preset} on {settings.host}:{settings.port}")
-    with listener:
-        server.run(sockets=[listener])
-    if lost:
-        raise DeviceError(f"worker: {lost[0]}")
 
 
 def check(settings: ServerSettings) -> None:
