@@ -109,6 +109,8 @@ class WorkerHandle:
         self._connection: Connection | None = None
         self._heard_s = 0.0
         self._session: _SessionMemory | None = None
+        self._ending_id: str | None = None
+        """Session that the worker was told to end and has not ended yet."""
         self._waiting: list[Command] = []
         """Commands that no worker has taken: sent before it was ready, or not yet answered."""
         self._backoff_s = self._limits.backoff_first_s
@@ -147,10 +149,11 @@ class WorkerHandle:
         """Give a command to the worker; while there is none it is kept for the next one."""
         if self._is_closed or self._is_lost:
             return
-        if isinstance(command, StartSession | EndSession):
-            self._waiting.clear()
-            self._session = None
+        if isinstance(command, EndSession):
+            self._end_session(command)
+            return
         if isinstance(command, StartSession):
+            self._waiting.clear()
             self._session = _SessionMemory(command=command)
             if self.info is not None:
                 self._write(command)
@@ -160,6 +163,23 @@ class WorkerHandle:
             self._waiting.append(command)
         if self.info is not None:
             self._write(command)
+
+    def _end_session(self, command: EndSession) -> None:
+        session, self._session = self._session, None
+        self._waiting.clear()
+        if session is None:
+            return
+        self._ending_id = session.command.session_id
+        if self.info is not None:
+            self._write(command)
+        else:
+            self._report_ended()
+
+    def _report_ended(self) -> None:
+        """Answer for a worker that is not there: it holds no session."""
+        if self._ending_id is not None:
+            self._reports.put_nowait(SessionEnded(session_id=self._ending_id))
+            self._ending_id = None
 
     async def close(self) -> None:
         """End the worker and free everything, within 5 s. Calling it again does nothing."""
@@ -233,14 +253,20 @@ class WorkerHandle:
                 self._backoff_s = self._limits.backoff_first_s
             case Heartbeat() if report.busy_ms > self._limits.chunk_s * 1000.0:
                 self._lose(FailureCode.GEN_TIMEOUT, f"a chunk takes {report.busy_ms:.0f} ms")
-            case SessionEnded() if session and session.command.session_id == report.session_id:
-                self._session = None
-                self._waiting.clear()
+            case SessionEnded():
+                self._note_ended(report)
             case Failed(is_fatal=True):
                 self._is_lost = True
             case _:
                 pass
         self._reports.put_nowait(report)
+
+    def _note_ended(self, report: SessionEnded) -> None:
+        if self._ending_id == report.session_id:
+            self._ending_id = None
+        elif self._session and self._session.command.session_id == report.session_id:
+            self._session = None
+            self._waiting.clear()
 
     def _note_applied(self, report: Applied) -> None:
         for command in self._waiting:
@@ -278,6 +304,7 @@ class WorkerHandle:
         self.info = None
         if self._is_closed:
             return
+        self._report_ended()
         if self._is_lost:
             self._spawn_task(self._end_lost())
             return

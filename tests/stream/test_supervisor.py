@@ -21,6 +21,8 @@ from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.trace import read_trace
 from stream.worker_messages import (
     ChunkDone,
+    ChunkStarted,
+    EndSession,
     Failed,
     FailureCode,
     FrameReady,
@@ -102,6 +104,24 @@ def test_a_session_goes_on_when_its_worker_dies(tmp_path: Path) -> None:
             chunks = read_trace(started.trace).chunks
             assert [chunk.prompt for chunk in chunks if chunk.prompt] == ["slow 0.02"]
             assert client.handle.restart_count == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_ends_while_there_is_no_worker_is_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with _client(tmp_path) as client:
+            client.start()
+            client.handle.send(EndSession())
+            assert (await client.wait(SessionEnded)).session_id == "s"
+            client.start("hang 1")
+            await client.wait(ChunkStarted, lambda started: started.chunk == 1)
+            client.handle.send(EndSession())
+            client.kill()
+            assert (await client.wait(SessionEnded)).session_id == "s"
+            client.start()
+            started = await client.wait(SessionStarted)
+            assert (started.epoch, started.restored_chunk_count) == (0, 0)
 
     asyncio.run(scenario())
 
