@@ -7,6 +7,7 @@ seconds.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import sys
@@ -81,6 +82,8 @@ def serve(settings: ServerSettings) -> None:
         lost.append(reason)
         server.should_exit = True
 
+    for chatty in ("aioice", "aiortc", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     live = Live(settings, on_lost=stop)
     server = LiveServer(uvicorn_config(create_app(live), settings), live)
     _say(f"starting {settings.preset} on {settings.host}:{settings.port}")

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Self
 
 import uvicorn
@@ -138,11 +138,14 @@ class Client:
         self.frames: list[tuple[int, int, int]] = []
         """(frame id, act_seq, flags)."""
         self.seq = 0
-        self.socket: ClientConnection = connect(
-            f"ws://127.0.0.1:{service.port}{made['ws_url']}",
-            subprotocols=["wm.v1", f"ticket.{made['ticket']}"],  # type: ignore[list-item]
-            origin=(service.base if origin == "" else origin),  # type: ignore[arg-type]
-            compression=None,
+        self._stack = ExitStack()
+        self.socket: ClientConnection = self._stack.enter_context(
+            connect(
+                f"ws://127.0.0.1:{service.port}{made['ws_url']}",
+                subprotocols=["wm.v1", f"ticket.{made['ticket']}"],  # type: ignore[list-item]
+                origin=(service.base if origin == "" else origin),  # type: ignore[arg-type]
+                compression=None,
+            )
         )
 
     @classmethod
@@ -169,7 +172,8 @@ class Client:
         if isinstance(raw, bytes):
             fields = HEADER.unpack(raw[: HEADER.size])
             self.frames.append((fields[4], fields[5], fields[2]))
-            self.send(t="ack", frame=fields[4])
+            with suppress(ConnectionClosed):
+                self.send(t="ack", frame=fields[4])
             return None
         message = dict(json.loads(raw))
         self.messages.append(message)
@@ -208,7 +212,7 @@ class Client:
 
     def close(self) -> None:
         """Close the socket."""
-        self.socket.close()
+        self._stack.close()
 
 
 @contextmanager
