@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +13,7 @@ pytest.importorskip("fastapi")
 
 from stream import protocol as p
 from stream.protocol import SessionState
+from tests.web.fake_service import FakeService, serve
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -23,24 +21,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cpu
 
 
-def _load_fake() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "fake_service", Path(__file__).with_name("fake_service.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fake_service"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-fake = _load_fake()
-
-
 @pytest.fixture
-def service() -> Iterator[Any]:
-    with fake.serve(fake.FakeService()) as running:
+def service() -> Iterator[FakeService]:
+    with serve(FakeService()) as running:
         yield running
 
 
@@ -53,7 +36,7 @@ def until(condition: Callable[[], Any], limit_s: float = 5.0) -> Any:
     return value
 
 
-def play(page: Page, service: Any, query: str = "?transport=jpeg") -> None:
+def play(page: Page, service: FakeService, query: str = "?transport=jpeg") -> None:
     """Open the page and go on until the world runs."""
     page.goto(service.url + "/" + query)
     page.wait_for_selector("#overlay[data-picture=yes]", state="attached")
@@ -69,7 +52,7 @@ def wait_for_headline(page: Page, words: str) -> None:
     )
 
 
-def last_keys(service: Any) -> tuple[str, ...]:
+def last_keys(service: FakeService) -> tuple[str, ...]:
     return service.messages("act")[-1].keys
 
 
@@ -84,7 +67,7 @@ def last_keys(service: Any) -> tuple[str, ...]:
     ],
 )
 def test_every_state_has_words(
-    page: Page, service: Any, state: SessionState, reason: str, words: str
+    page: Page, service: FakeService, state: SessionState, reason: str, words: str
 ) -> None:
     play(page, service)
     assert page.is_hidden("#overlay")
@@ -92,7 +75,9 @@ def test_every_state_has_words(
     wait_for_headline(page, words)
 
 
-def test_loading_shows_stage_and_percent_until_the_model_is_there(page: Page, service: Any) -> None:
+def test_loading_shows_stage_and_percent_until_the_model_is_there(
+    page: Page, service: FakeService
+) -> None:
     service.loading = p.Loading(stage="weights", percent=40, seconds=12)
     page.goto(service.url + "/?transport=jpeg")
     wait_for_headline(page, "The model is loading")
@@ -102,7 +87,7 @@ def test_loading_shows_stage_and_percent_until_the_model_is_there(page: Page, se
     wait_for_headline(page, "Click, or press W")
 
 
-def test_queue_shows_position_and_estimate(page: Page, service: Any) -> None:
+def test_queue_shows_position_and_estimate(page: Page, service: FakeService) -> None:
     service.first_state = SessionState.QUEUED
     page.goto(service.url)
     until(lambda: service.messages("hello"))
@@ -111,14 +96,14 @@ def test_queue_shows_position_and_estimate(page: Page, service: Any) -> None:
     assert service.messages("media") == []
 
 
-def test_full_queue_is_said(page: Page, service: Any) -> None:
+def test_full_queue_is_said(page: Page, service: FakeService) -> None:
     service.refusal = p.ErrorCode.QUEUE_FULL
     page.goto(service.url)
     wait_for_headline(page, "Busy")
 
 
 def test_invalid_picture_is_said_and_the_button_starts_a_new_world(
-    page: Page, service: Any
+    page: Page, service: FakeService
 ) -> None:
     play(page, service)
     service.set_state(SessionState.FAILED)
@@ -135,7 +120,7 @@ def test_invalid_picture_is_said_and_the_button_starts_a_new_world(
 
 
 def test_lost_socket_is_said_and_the_page_returns_to_the_same_world(
-    page: Page, service: Any
+    page: Page, service: FakeService
 ) -> None:
     play(page, service)
     page.evaluate(
@@ -150,14 +135,14 @@ def test_lost_socket_is_said_and_the_page_returns_to_the_same_world(
     page.wait_for_selector("body[data-state=READY]")
 
 
-def test_reloaded_page_returns_to_the_same_world(page: Page, service: Any) -> None:
+def test_reloaded_page_returns_to_the_same_world(page: Page, service: FakeService) -> None:
     play(page, service)
     page.reload()
     until(lambda: len(service.created) == 2)
     assert service.created[-1]["resume"].startswith("resume-")
 
 
-def test_other_window_ends_this_one_for_good(page: Page, service: Any) -> None:
+def test_other_window_ends_this_one_for_good(page: Page, service: FakeService) -> None:
     play(page, service)
     service.close_socket(4409)
     wait_for_headline(page, "You play in another window")
@@ -165,7 +150,9 @@ def test_other_window_ends_this_one_for_good(page: Page, service: Any) -> None:
     assert len(service.created) == 1
 
 
-def test_held_key_is_an_edge_then_fresh_snapshots_then_a_release(page: Page, service: Any) -> None:
+def test_held_key_is_an_edge_then_fresh_snapshots_then_a_release(
+    page: Page, service: FakeService
+) -> None:
     play(page, service)
     page.keyboard.down("w")
     page.keyboard.down("w")  # the browser's auto-repeat
@@ -183,7 +170,7 @@ def test_held_key_is_an_edge_then_fresh_snapshots_then_a_release(page: Page, ser
     assert len(service.messages("act")) == len(acts)  # nothing while idle
 
 
-def test_tap_shorter_than_a_refresh_is_sent_as_two_edges(page: Page, service: Any) -> None:
+def test_tap_shorter_than_a_refresh_is_sent_as_two_edges(page: Page, service: FakeService) -> None:
     play(page, service)
     page.keyboard.press("d")
     act = until(lambda: service.messages("act") and service.messages("act")[-1])
@@ -201,7 +188,7 @@ RELEASES = {
 
 
 @pytest.mark.parametrize("how", RELEASES)
-def test_lost_attention_releases_all_keys(page: Page, service: Any, how: str) -> None:
+def test_lost_attention_releases_all_keys(page: Page, service: FakeService, how: str) -> None:
     play(page, service)
     page.keyboard.down("w")
     page.keyboard.down("ArrowLeft")
@@ -213,7 +200,7 @@ def test_lost_attention_releases_all_keys(page: Page, service: Any, how: str) ->
     assert last_keys(service) == ()
 
 
-def test_hidden_page_pauses_and_goes_on(page: Page, service: Any) -> None:
+def test_hidden_page_pauses_and_goes_on(page: Page, service: FakeService) -> None:
     play(page, service)
     page.evaluate(RELEASES["hidden"])
     assert until(lambda: service.messages("pause"))[0].reason == "hidden"
@@ -227,7 +214,9 @@ def test_hidden_page_pauses_and_goes_on(page: Page, service: Any) -> None:
     until(lambda: service.messages("resume"))
 
 
-def test_shortcuts_of_the_browser_and_typed_text_move_nothing(page: Page, service: Any) -> None:
+def test_shortcuts_of_the_browser_and_typed_text_move_nothing(
+    page: Page, service: FakeService
+) -> None:
     play(page, service)
     page.keyboard.press("Control+a")
     page.click("#prompt")
@@ -236,7 +225,7 @@ def test_shortcuts_of_the_browser_and_typed_text_move_nothing(page: Page, servic
     assert service.messages("act") == []
 
 
-def test_gamepad_moves_outside_its_dead_zone_only(page: Page, service: Any) -> None:
+def test_gamepad_moves_outside_its_dead_zone_only(page: Page, service: FakeService) -> None:
     page.add_init_script(
         "window.axes = [0.1, -1, 0.5, 0];"
         "navigator.getGamepads = () => [{connected: true, axes: window.axes}]"
@@ -248,7 +237,7 @@ def test_gamepad_moves_outside_its_dead_zone_only(page: Page, service: Any) -> N
     until(lambda: service.messages("act")[-1].pad == (0, 0, 0, 0))
 
 
-def test_mouse_looks_only_while_the_picture_has_it(page: Page, service: Any) -> None:
+def test_mouse_looks_only_while_the_picture_has_it(page: Page, service: FakeService) -> None:
     play(page, service)
     page.mouse.move(300, 300)
     page.mouse.move(340, 300)
@@ -261,7 +250,7 @@ def test_mouse_looks_only_while_the_picture_has_it(page: Page, service: Any) -> 
     page.evaluate("document.exitPointerLock()")
 
 
-def test_prompt_scene_seed_pause_and_step_are_sent(page: Page, service: Any) -> None:
+def test_prompt_scene_seed_pause_and_step_are_sent(page: Page, service: FakeService) -> None:
     play(page, service)
     page.fill("#prompt", "snow at night")
     page.keyboard.press("Enter")
@@ -284,7 +273,7 @@ def test_prompt_scene_seed_pause_and_step_are_sent(page: Page, service: Any) -> 
     until(lambda: service.messages("resume"))
 
 
-def test_action_to_photon_is_measured_and_reported(page: Page, service: Any) -> None:
+def test_action_to_photon_is_measured_and_reported(page: Page, service: FakeService) -> None:
     play(page, service)
     page.keyboard.press("w")
     page.wait_for_function("/^[0-9]+ ms/.test(document.getElementById('hud-latency').textContent)")
@@ -294,7 +283,7 @@ def test_action_to_photon_is_measured_and_reported(page: Page, service: Any) -> 
     page.wait_for_function("Number(document.getElementById('hud-fps').textContent) > 5")
 
 
-def test_ladder_goes_down_by_itself_and_says_so(page: Page, service: Any) -> None:
+def test_ladder_goes_down_by_itself_and_says_so(page: Page, service: FakeService) -> None:
     """No answer to the offer, no H.264: JPEG is what is left."""
     page.goto(service.url)
     page.wait_for_selector("#overlay[data-picture=yes]", state="attached", timeout=15_000)
@@ -308,7 +297,7 @@ def test_ladder_goes_down_by_itself_and_says_so(page: Page, service: Any) -> Non
     assert service.messages("media")[-1].codec == "jpeg"  # remembered
 
 
-def test_forced_rung_is_never_left(page: Page, service: Any) -> None:
+def test_forced_rung_is_never_left(page: Page, service: FakeService) -> None:
     page.goto(service.url + "/?transport=webrtc")
     until(lambda: service.messages("rtc.offer"))
     time.sleep(1.2)  # twice the time that the ladder gives
@@ -318,14 +307,16 @@ def test_forced_rung_is_never_left(page: Page, service: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_narrow_page_needs_no_sideways_scrolling(page: Page, service: Any, scheme: Any) -> None:
+def test_narrow_page_needs_no_sideways_scrolling(
+    page: Page, service: FakeService, scheme: Any
+) -> None:
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": 360, "height": 740})
     play(page, service)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_page_works_without_a_mouse(page: Page, service: Any) -> None:
+def test_page_works_without_a_mouse(page: Page, service: FakeService) -> None:
     play(page, service)
     reached = set()
     for _ in range(16):
