@@ -56,17 +56,21 @@ class CommandInbox:
             self._ring.resume()
             return commands
 
+    def put(self, command: Command) -> None:
+        """Add a command; also from a signal handler, as the lock may be entered twice."""
+        with self._changed:
+            self._commands.append(command)
+            if self._has_interrupting():
+                self._ring.cancel()
+            self._changed.notify()
+
     def _listen(self) -> None:
         while True:
             try:
                 command: Command = self._connection.recv()
             except (EOFError, OSError):
                 command = Shutdown()
-            with self._changed:
-                self._commands.append(command)
-                if self._has_interrupting():
-                    self._ring.cancel()
-                self._changed.notify()
+            self.put(command)
             if isinstance(command, Shutdown):
                 return
 

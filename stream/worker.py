@@ -26,6 +26,8 @@ from stream.chunk_schedule import ChunkSchedule
 from stream.command_inbox import CommandInbox, merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing, RingCancelledError, RingHandle
 from stream.jobs import Start, read_start
+from stream.live_rollout import LiveRollout, OutputError, trace_file
+from stream.session import Session
 from stream.trace import read_trace
 from stream.worker_messages import (
     Applied,
@@ -58,7 +60,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from stream.live_rollout import LiveRollout
     from stream.session import World
 
 HEARTBEAT_S = 1.0
@@ -87,7 +88,9 @@ def run_worker(
     mailbox = ActionMailbox.attach(mailbox_name, camera, stale_ms=config.stale_ms)
     ring = FrameRing.attach(ring_handle)
     try:
-        Worker(config, connection, mailbox, ring, open_source).run()
+        worker = Worker(config, connection, mailbox, ring, open_source)
+        signal.signal(signal.SIGTERM, lambda number, frame: worker.stop())
+        worker.run()
     finally:
         mailbox.close()
         ring.close()
@@ -133,6 +136,10 @@ class Worker:
         self._schedule = ChunkSchedule(config.fps, config.jit_margin_ms / 1000.0)
         self._busy_since_s: float | None = None
 
+    def stop(self) -> None:
+        """Ask for the end, after the frame in hand; from any thread or a signal handler."""
+        self._inbox.put(Shutdown())
+
     def run(self) -> None:
         """Load, then serve."""
         self._inbox.start()
@@ -153,14 +160,7 @@ class Worker:
         try:
             self._warm_up()
         except (WorldStreamError, OSError, MemoryError) as error:
-            self._report(
-                Failed(
-                    session_id=None,
-                    code=FailureCode.LOAD_FAILED,
-                    is_fatal=True,
-                    detail=f"{type(error).__name__}: {error}",
-                )
-            )
+            self._report_failure(FailureCode.LOAD_FAILED, error, is_fatal=True)
             return False
         return True
 
@@ -178,7 +178,6 @@ class Worker:
 
             torch.set_num_threads(self._config.thread_count)
         from engine.types import Action
-        from stream.session import Session
 
         spec = self._config.world
         self._source = self._open_source(spec)
@@ -220,8 +219,6 @@ class Worker:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run work for the session; what it raises ends the session, not the worker."""
-        from stream.live_rollout import OutputError
-
         try:
             work()
         except RingCancelledError:
@@ -237,17 +234,16 @@ class Worker:
             self._fail(FailureCode.GEN_FAILED, error)
 
     def _fail(self, code: FailureCode, error: Exception) -> None:
-        live = self._live
-        self._report(
-            Failed(
-                session_id=None if live is None else live.session_id,
-                code=code,
-                is_fatal=False,
-                detail=f"{type(error).__name__}: {error}",
-            )
-        )
+        self._report_failure(code, error)
         self._worlds = None
         self._end_session()
+
+    def _report_failure(
+        self, code: FailureCode, error: Exception, *, is_fatal: bool = False
+    ) -> None:
+        session_id = None if self._live is None else self._live.session_id
+        detail = f"{type(error).__name__}: {error}"
+        self._report(Failed(session_id=session_id, code=code, is_fatal=is_fatal, detail=detail))
 
     def _wait_s(self) -> float | None:
         """How long nothing has to be made; None while there is nothing to make."""
@@ -335,7 +331,6 @@ class Worker:
         self._show(live, self._first_picture(live.start) if frame_HWC is None else frame_HWC)
 
     def _new_rollout(self, live: _Live) -> LiveRollout:
-        from stream.live_rollout import LiveRollout, trace_file
         from stream.worlds import default_prompt
 
         if live.rollout is not None:

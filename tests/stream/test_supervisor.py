@@ -67,9 +67,9 @@ class Client:
                     return report
         raise AssertionError(f"the reports ended without {kind.__name__}")
 
-    def kill(self) -> None:
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         assert self.handle.pid is not None
-        os.kill(self.handle.pid, signal.SIGKILL)
+        os.kill(self.handle.pid, number)
 
 
 @contextlib.asynccontextmanager
@@ -137,6 +137,19 @@ def test_a_hanging_chunk_is_found_and_a_poisoned_session_given_up(tmp_path: Path
             await client.wait(Ready)
             client.start()
             await client.wait(ChunkDone)
+
+    asyncio.run(scenario())
+
+
+def test_a_terminated_worker_completes_its_trace(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with _client(tmp_path) as client:
+            client.start()
+            started = await client.wait(SessionStarted)
+            await client.wait(ChunkDone)
+            client.kill(signal.SIGTERM)
+            await client.wait(Failed)
+            assert read_trace(started.trace).end is not None
 
     asyncio.run(scenario())
 
