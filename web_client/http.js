@@ -1,8 +1,8 @@
 /**
  * HTTP side of the service: info, readiness, sessions, pictures, downloads.
  *
- * Owns the access token, which comes from the page's fragment (`#token=...`) and is never put into a
- * URL that is sent.
+ * Owns the name of this browser, and the access token, which comes from the page's fragment
+ * (`#token=...`) and is never put into a URL that is sent.
  */
 
 /** @typedef {import("./protocol.d.ts").ServiceInfo} ServiceInfo */
@@ -55,6 +55,16 @@ export async function loading() {
   if (response.ok) return null;
   const body = await response.json().catch(() => ({}));
   return body.loading ?? { t: "loading", stage: "", percent: 0, seconds: 0 };
+}
+
+/** A name of this browser, so that its new session takes the old one's place. */
+export function clientName() {
+  const kept = localStorage.getItem("worldstream.client");
+  if (kept) return kept;
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  const name = [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  localStorage.setItem("worldstream.client", name);
+  return name;
 }
 
 /** @param {CreateSession} body @returns {Promise<SessionCreated>} */

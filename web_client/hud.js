@@ -31,6 +31,7 @@ export class Hud {
     this.shownAtMs = [];
     /** @type {[number, number][]} */
     this.report = [];
+    /** @type {number | null} */
     this.genMs = null;
     this.serverDrops = 0;
     setInterval(() => this.draw(), 500);
@@ -48,7 +49,7 @@ export class Hud {
     field("hud-transport").title = why;
   }
 
-  /** @param {any} stats */
+  /** @param {import("./protocol.d.ts").Stats} stats */
   onStats(stats) {
     this.genMs = stats.gen_ms ?? null;
     this.serverDrops = stats.dropped;

@@ -39,7 +39,7 @@ export class Latency {
     this.samples = [];
     /** @type {{rtt: number, offset: number}[]} */
     this.pongs = [];
-    this.newest = 0;
+    this.epoch = 0;
   }
 
   /** Forget the old connection; samples stay. */
@@ -49,7 +49,6 @@ export class Latency {
     this.waiting = [];
     this.pongs = [];
     this.chunks.clear();
-    this.newest = 0;
   }
 
   /** @param {{ct: number, st: number}} pong */
@@ -78,6 +77,8 @@ export class Latency {
 
   /** @param {Chunk} chunk */
   onChunk(chunk) {
+    if (chunk.epoch !== this.epoch) this.waiting = [];
+    this.epoch = chunk.epoch;
     this.chunks.delete(chunk.first);
     this.chunks.set(chunk.first, chunk);
     const [oldest] = this.chunks.keys();
@@ -124,7 +125,6 @@ export class Latency {
 
   /** @param {number} frame @param {number} atMs when it was on the screen @param {number} [seq] */
   onShown(frame, atMs, seq = this.actionOf(frame)) {
-    this.newest = frame;
     const done = this.waiting.filter((action) => action.seq <= seq);
     if (!done.length) return;
     this.waiting = this.waiting.filter((action) => action.seq > seq);

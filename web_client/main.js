@@ -6,6 +6,7 @@
 
 import { Connection } from "./connection.js";
 import { Controls } from "./controls.js";
+import { clientName } from "./http.js";
 import { Hud } from "./hud.js";
 import { Input, nowMs } from "./input.js";
 import { Latency } from "./latency.js";
@@ -16,16 +17,6 @@ import { decodableCodecs } from "./ws_video.js";
 
 /** @param {string} id @returns {any} */
 const element = (id) => document.getElementById(id);
-
-/** A name of this browser, so that its new session takes the old one's place. */
-function clientName() {
-  const kept = localStorage.getItem("worldstream.client");
-  if (kept) return kept;
-  const bytes = crypto.getRandomValues(new Uint8Array(16));
-  const name = [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-  localStorage.setItem("worldstream.client", name);
-  return name;
-}
 
 const query = new URLSearchParams(location.search);
 const watched = query.get("watch");
@@ -94,7 +85,9 @@ function show(words) {
 function showState() {
   if (!state || state === "QUEUED") return;
   const hasPicture = element("overlay").dataset.picture === "yes" && video.hasFrame;
-  show(wordsOfState(state, reason, { hasPicture, transport: RUNG_NAMES[video.rung], isViewer, error }));
+  const isTouch = matchMedia("(pointer: coarse)").matches;
+  const transport = RUNG_NAMES[video.rung];
+  show(wordsOfState(state, reason, { hasPicture, transport, isViewer, isTouch, error }));
 }
 
 /** @param {string} newState @param {string} [newReason] */

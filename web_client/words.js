@@ -80,7 +80,8 @@ export function wordsOfQueue({ pos, len, eta_s: etaS }) {
 
 /**
  * @param {string} state of the session @param {string} reason
- * @param {{hasPicture: boolean, transport: string, isViewer: boolean, error: string}} page
+ * @param {{hasPicture: boolean, transport: string, isViewer: boolean, isTouch: boolean,
+ *   error: string}} page
  * @returns {Words}
  */
 export function wordsOfState(state, reason, page) {
@@ -88,6 +89,7 @@ export function wordsOfState(state, reason, page) {
     return { headline: "Waiting for the picture", detail: page.transport };
   }
   if (page.isViewer && state === "READY") return { headline: "Waiting for the player", isLight: true };
+  if (page.isTouch && state === "READY") return { headline: "Touch a stick to walk", isLight: true };
   if (state === "PAUSED") {
     const detail = page.isViewer ? "by the player" : PAUSES[reason] ?? "";
     return { headline: "Paused", detail, button: page.isViewer ? undefined : "Go on", isLight: true };

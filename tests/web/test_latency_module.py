@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.cpu
 
 WEB_CLIENT = Path(__file__).parents[2] / "web_client"
-CHUNK = {"t": "chunk", "k": 3, "first": 52, "n": 17, "pts0": 90_000, "dpts": 3_750,
+CHUNK = {"t": "chunk", "k": 3, "epoch": 0, "first": 52, "n": 17, "pts0": 90_000, "dpts": 3_750,
          "act": [[0, 7], [9, 8]], "times": {}}  # fmt: skip
 
 
@@ -105,3 +105,15 @@ def test_clock_offset_comes_from_the_fastest_answers(page: Page) -> None:
       return latency.offsetMs;
     """
     assert run(page, body) == 100
+
+
+def test_action_of_an_ended_world_is_not_measured_in_the_next(page: Page) -> None:
+    body = """
+      const latency = new m.Latency();
+      latency.onChunk(x);
+      latency.onAction(7, 1_000);
+      latency.onChunk({...x, epoch: 1, k: 0, first: 69});
+      latency.onShown(69, 1_400);
+      return latency.samples;
+    """
+    assert run(page, body, CHUNK) == []
