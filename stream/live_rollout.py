@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.types import Action
 
 BLACK_LEVEL = 4
-"""Pictures without a value above this are black; the darkest night scene has some above 40."""
+"""Pictures without a value above this are black; night scenes have values above 100."""
 
 
 class OutputError(WorldStreamError):
