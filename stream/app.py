@@ -20,6 +20,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from stream import metrics, protocol, uploads
+from stream.door import Door
 from stream.gate import Gate, has_token
 from stream.live import VERSION, Live
 from stream.protocol import ERROR_TEXT, HTTP_STATUS, ErrorBody, ErrorCode, ProtocolError
@@ -106,6 +107,8 @@ def _add_operations(app: FastAPI, live: Live) -> None:
 
 
 def _add_sessions(app: FastAPI, live: Live) -> None:
+    door = Door(live)
+
     @app.post("/v1/images", status_code=201)
     async def upload(request: Request) -> dict[str, str]:
         """Take a seed image: the raw bytes of a JPEG, PNG or WebP."""
@@ -147,7 +150,7 @@ def _add_sessions(app: FastAPI, live: Live) -> None:
     @app.websocket("/v1/ws")
     async def control(websocket: WebSocket) -> None:
         """Messages of `/v1/protocol.json`; subprotocols `wm.v1` and `ticket.TICKET`."""
-        await live.serve(websocket)
+        await door.serve(websocket)
 
 
 def _add_errors(app: FastAPI, live: Live) -> None:

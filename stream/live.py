@@ -19,11 +19,10 @@ from pathlib import Path
 
 import structlog
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from stream import protocol as p
-from stream.gate import SECURITY_HEADERS, has_token
+from stream.actions import FRAMES_PER_CHUNK, wall_ms
+from stream.gate import has_token
 from stream.jobs import WorldSpec, world_spec
 from stream.limits import BucketTable
 from stream.media_events import MediaSettings
@@ -31,19 +30,18 @@ from stream.metrics import Metrics
 from stream.peer import IceServerSettings, IceSettings
 from stream.protocol import ErrorCode, ProtocolError, SessionState
 from stream.recording import export_mp4
-from stream.room import FRAMES_PER_CHUNK, Room, Surroundings, Viewer, wall_ms
+from stream.room import Room
 from stream.scenes import Scene, draw_scenes
 from stream.seat import Seat
 from stream.sessions import Admission, Change, Event, Registry, Session
 from stream.settings import ServerSettings
-from stream.sockets import Socket
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.uploads import ImageStore
+from stream.viewer import Surroundings
 from stream.worker_messages import StartFrom, WorkerConfig
 from stream.world_source import LoadedWorlds, OpenSource
 
 FPS = 24.0
-HELLO_LIMIT_S = 5.0
 TICK_S = 0.25
 ROOM_END = "room end"
 ROOM_END_LIMIT_S = 3.0
@@ -98,7 +96,6 @@ class Live:
         self._video = p.VideoInfo(w=self._geometry.width_px, h=self._geometry.height_px, fps=FPS)
         self._seats: list[Seat] = []
         self._rooms: dict[str, Room] = {}
-        self._sockets: Counter[str] = Counter()
         self._creations = BucketTable(
             per_s=settings.sessions_per_min / 60, burst=settings.sessions_per_min
         )
@@ -315,6 +312,17 @@ class Live:
             raise ProtocolError(ErrorCode.NO_SESSION, "no recording")
         return made
 
+    def room(self, session_id: str) -> Room:
+        """Room of a session.
+
+        Raises:
+            ProtocolError: NO_SESSION.
+        """
+        room = self._rooms.get(session_id)
+        if room is None:
+            raise ProtocolError(ErrorCode.NO_SESSION)
+        return room
+
     def metrics_text(self) -> bytes:
         """All metrics, gauges brought up to date."""
         metrics = self.metrics
@@ -326,76 +334,7 @@ class Live:
         metrics.ring_frames.set(sum(seat.worker.ring.taken_count for seat in self._seats))
         return metrics.text()
 
-    async def serve(self, websocket: WebSocket) -> None:
-        """Serve one WebSocket from its handshake to its end."""
-        address = websocket.client.host if websocket.client else "unknown"
-        offered = websocket.scope.get("subprotocols", [])
-        tickets = [each for each in offered if each.startswith(p.TICKET_PREFIX)]
-        try:
-            if p.PROTOCOL not in offered or len(tickets) != 1:
-                raise ProtocolError(ErrorCode.UNAUTHORIZED, "subprotocols")
-            if self._sockets[address] >= self.settings.sockets_per_address:
-                raise ProtocolError(ErrorCode.RATE_LIMIT, "sockets of this address")
-            now_s = time.monotonic()
-            ticket = self.registry.redeem(tickets[0].removeprefix(p.TICKET_PREFIX), now_s)
-            room = self._rooms[ticket.session_id]
-        except (ProtocolError, KeyError) as error:
-            code = error.code if isinstance(error, ProtocolError) else ErrorCode.UNAUTHORIZED
-            self.metrics.errors.labels(code=str(code)).inc()
-            body = p.ErrorBody(code=code, msg=p.ERROR_TEXT[code])
-            await websocket.send_denial_response(
-                JSONResponse(
-                    body.model_dump(mode="json", exclude_none=True),
-                    p.HTTP_STATUS[code],
-                    SECURITY_HEADERS,
-                )
-            )
-            return
-        await websocket.accept(subprotocol=p.PROTOCOL)
-        socket = Socket(websocket, messages_per_s=self.settings.messages_per_s)
-        viewer = Viewer(id=ticket.viewer_id, role=ticket.role, socket=socket)
-        self._sockets[address] += 1
-        try:
-            if await self._hello(socket):
-                room.join(viewer, loading=self.loading)
-                await self._converse(room, viewer)
-        except WebSocketDisconnect:
-            pass
-        finally:
-            self._sockets[address] -= 1
-            room.leave(viewer)
-            await socket.finish()
-
     # ---- inside
-
-    async def _hello(self, socket: Socket) -> bool:
-        try:
-            message = await asyncio.wait_for(socket.receive(), HELLO_LIMIT_S)
-        except (TimeoutError, ProtocolError):
-            message = None
-        if isinstance(message, p.Hello) and message.ver == p.VERSION:
-            return True
-        socket.close(ErrorCode.BAD_MESSAGE)
-        return False
-
-    async def _converse(self, room: Room, viewer: Viewer) -> None:
-        metrics = self.metrics
-        while viewer.socket.is_open:
-            try:
-                message = await viewer.socket.receive()
-            except ProtocolError as error:
-                metrics.messages_bad.labels(why=str(error.code)).inc()
-                continue
-            if message is None:
-                metrics.messages_bad.labels(why="unknown").inc()
-                continue
-            metrics.messages_in.labels(type=message.t).inc()
-            try:
-                room.handle(viewer, message)
-            except ProtocolError as error:
-                log.info("message_refused", code=str(error.code), detail=error.detail)
-                metrics.errors.labels(code=str(error.code)).inc()
-                viewer.socket.refuse(error)
 
     def _created(self, admission: Admission) -> p.SessionCreated:
         session = admission.session

@@ -12,6 +12,7 @@ message leaves it.
 from __future__ import annotations
 
 import json
+import unicodedata
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -699,6 +700,14 @@ def parse_server(text: str) -> ServerMessage:
     """
     message: ServerMessage = _SERVER.validate_json(text)
     return message
+
+
+def clean_prompt(text: str) -> str:
+    """Prompt in normal form without control characters, as the engine wants it."""
+    normal = unicodedata.normalize("NFC", text)
+    kept = (" " if each in "\n\t\r" else each for each in normal)
+    printable = "".join(each for each in kept if unicodedata.category(each) not in ("Cc", "Cs"))
+    return " ".join(printable.split())[:PROMPT_LIMIT]
 
 
 def encode(message: BaseModel) -> str:

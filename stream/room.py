@@ -1,17 +1,14 @@
 """A session as the API process sees it: its viewers, their messages, its media, its seat.
 
-Owns who hears what. Does not own states (`sessions`), frames and pacing (`media`), the world
+Owns who hears what. Does not own states (`sessions`), the way of frames (`transports`), the world
 (`worker`). Invariants: only the player's messages change the world; whatever a viewer had is freed
 when it leaves; frames and messages of one session never reach another.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-import unicodedata
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -19,18 +16,12 @@ import structlog
 from pydantic import BaseModel
 
 from stream import protocol as p
-from stream.chunk_notice import ChunkNotice
+from stream.actions import FRAMES_PER_CHUNK, wall_ms
 from stream.inputs import PhotonMeter, SessionInput
-from stream.limits import TokenBucket
-from stream.media import Media
-from stream.media_events import MediaEvents, MediaSettings
-from stream.metrics import Metrics
-from stream.peer import OfferError
 from stream.protocol import ErrorCode, ProtocolError, SessionState
-from stream.sessions import Change, Event, Registry, Role, Session
-from stream.settings import ServerSettings
-from stream.sockets import Socket
-from stream.video_encoder import Codec
+from stream.sessions import Change, Event, Session
+from stream.transports import Transports
+from stream.viewer import Surroundings, Viewer
 from stream.worker_messages import (
     Applied,
     ChunkDone,
@@ -45,16 +36,12 @@ from stream.worker_messages import (
     Resume,
     SessionStarted,
     SetPrompt,
-    StartFrom,
     StartSession,
     StepOnce,
 )
 
 if TYPE_CHECKING:
     from stream.seat import Seat
-
-FRAMES_PER_CHUNK = 17
-OFFER_EVERY_S = 2.0
 
 log = structlog.get_logger(__name__)
 
@@ -70,52 +57,13 @@ _ERROR_OF_FAILURE: dict[FailureCode, ErrorCode] = {
 }
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
-class Viewer:
-    """One socket of a session: the player, or somebody who watches."""
-
-    id: str
-    role: Role
-    socket: Socket
-    ws_codec: Codec | None = None
-    """Chosen WebSocket video, to begin as soon as there is media."""
-    transport: str = "none"
-    negotiation: asyncio.Task[None] | None = None
-    offers: TokenBucket = field(
-        default_factory=lambda: TokenBucket(per_s=1.0 / OFFER_EVERY_S, burst=3.0)
-    )
-    keyframes: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=2.0, burst=2.0))
-    was_told_not_controller: bool = False
-    has_left: bool = False
-
-    @property
-    def is_player(self) -> bool:
-        """Whether this one plays."""
-        return self.role == "controller"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Surroundings:
-    """What rooms share."""
-
-    settings: ServerSettings
-    registry: Registry
-    metrics: Metrics
-    media: MediaSettings
-    video: p.VideoInfo
-    limits: p.Limits
-    recordings: Path
-    start_from: Callable[[str | None, str | None], StartFrom]
-    """(scene, image_id) -> first picture; raises ProtocolError for one that is unknown."""
-
-
-class Room(MediaEvents):
+class Room:
     """One session, from its creation to its end."""
 
     def __init__(self, session: Session, around: Surroundings) -> None:
         self.session = session
         self.viewers: dict[str, Viewer] = {}
-        self.media: Media | None = None
+        self.transports = Transports(self.viewers, around)
         self.seat: Seat | None = None
         self._around = around
         self._input = SessionInput()
@@ -126,8 +74,6 @@ class Room(MediaEvents):
         self._act_lag_ms: float | None = None
         self._gen_ms: float | None = None
         self._queue_told: p.Queue | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._overflow_seen = 0
         self.trace: SessionStarted | None = None
         """Newest start, which names the trace."""
 
@@ -158,8 +104,7 @@ class Room(MediaEvents):
         viewer.socket.send(self._state())
         if loading is not None:
             viewer.socket.send(loading)
-        if self.media is not None and self.media.notice is not None:
-            viewer.socket.send(self._chunk(self.media.notice, viewer))
+        self.transports.welcome(viewer)
         self._queue_told = None
 
     def leave(self, viewer: Viewer, *, replaced: bool = False) -> None:
@@ -169,10 +114,7 @@ class Room(MediaEvents):
         viewer.has_left = True
         self.viewers.pop(viewer.id, None)
         self.session.viewer_ids.discard(viewer.id)
-        if viewer.negotiation is not None:
-            viewer.negotiation.cancel()
-        if self.media is not None:
-            self.media.remove(viewer.id)
+        self.transports.leave(viewer)
         if viewer.is_player and not replaced:
             if self.seat is not None:
                 self.seat.mailbox.clear()
@@ -182,18 +124,7 @@ class Room(MediaEvents):
         """The session got a worker: open the world."""
         settings, world = self._around.settings, self.session.world
         self.seat = seat
-        self.media = Media(
-            self._around.video.w,
-            self._around.video.h,
-            self._around.video.fps,
-            self._around.media,
-            events=self,
-        )
-        self.media.record(self.recording)
-        self.media.start()
-        for viewer in self.viewers.values():
-            if viewer.ws_codec is not None:
-                self._add_ws(viewer, viewer.ws_codec)
+        self.transports.start(self.recording)
         seat.mailbox.begin()
         try:
             start = self._around.start_from(world.scene, world.image_id)
@@ -216,13 +147,9 @@ class Room(MediaEvents):
         for viewer in tuple(self.viewers.values()):
             viewer.socket.close(code)
             viewer.has_left = True
-            if viewer.negotiation is not None:
-                viewer.negotiation.cancel()
+            self.transports.leave(viewer)
         self.viewers.clear()
-        for task in tuple(self._tasks):
-            task.cancel()
-        if self.media is not None:
-            await self.media.close()
+        await self.transports.close()
 
     # ---- messages of browsers
 
@@ -238,20 +165,17 @@ class Room(MediaEvents):
             case p.Hello():
                 raise ProtocolError(ErrorCode.BAD_MESSAGE, "second hello")
             case p.RtcOffer():
-                self._offer(viewer, message)
+                self.transports.offer(viewer, message)
             case p.RtcCandidate():
-                self._candidate(viewer, message)
+                self.transports.candidate(viewer, message)
             case p.RtcState():
                 log.info("rtc_state", gen=message.gen, state=message.state)
             case p.Media():
-                self._choose_media(viewer, message)
+                self.transports.choose(viewer, message)
             case p.Ack():
-                if self.media is not None:
-                    self.media.acknowledge(viewer.id, message.frame)
+                self.transports.acknowledge(viewer, message.frame)
             case p.Kf():
-                if self.media is not None and viewer.keyframes.take(time.monotonic()):
-                    self._around.metrics.keyframes.labels(cause="client").inc()
-                    self.media.request_keyframe(viewer.id)
+                self.transports.want_keyframe(viewer)
             case p.Shown():
                 self._shown(viewer, message)
             case p.ClientBye():
@@ -291,14 +215,14 @@ class Room(MediaEvents):
             raise ProtocolError(ErrorCode.NOT_READY, str(session.state), retry_ms=1_000)
         match message:
             case p.Prompt():
-                prompt = clean_prompt(message.text)
+                prompt = p.clean_prompt(message.text)
                 self._prompts[message.id] = prompt
                 self.seat.send(SetPrompt(id=message.id, prompt=prompt))
             case p.Reset():
                 start = None
                 if message.scene is not None or message.image_id is not None:
                     start = self._around.start_from(message.scene, message.image_id)
-                prompt_or_none = None if message.prompt is None else clean_prompt(message.prompt)
+                prompt_or_none = None if message.prompt is None else p.clean_prompt(message.prompt)
                 self.seat.mailbox.clear()
                 self._photons.clear()
                 self.seat.send(
@@ -321,91 +245,6 @@ class Room(MediaEvents):
         if viewer.is_player:
             for latency_ms in self._photons.shown(message.frames):
                 metrics.photon_s.labels(transport=viewer.transport).observe(latency_ms / 1e3)
-
-    # ---- media
-
-    def _offer(self, viewer: Viewer, offer: p.RtcOffer) -> None:
-        if not self._around.settings.webrtc:
-            raise ProtocolError(ErrorCode.RTC_FAILED, "switched off")
-        if self.media is None:
-            raise ProtocolError(ErrorCode.NOT_READY, "no media yet", retry_ms=1_000)
-        if viewer.negotiation is not None and not viewer.negotiation.done():
-            raise ProtocolError(ErrorCode.RATE_LIMIT, "offer under way", retry_ms=1_000)
-        if not viewer.offers.take(time.monotonic()):
-            raise ProtocolError(ErrorCode.RATE_LIMIT, "offers", retry_ms=2_000)
-        viewer.negotiation = self._spawn(self._answer(self.media, viewer, offer), "rtc answer")
-
-    async def _answer(self, media: Media, viewer: Viewer, offer: p.RtcOffer) -> None:
-        try:
-            answer = await media.add_webrtc(viewer.id, offer.gen, offer.sdp)
-        except OfferError as error:
-            log.info("offer_refused", code=error.code, detail=error.detail)
-            viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
-            return
-        viewer.socket.send(p.RtcAnswer(gen=offer.gen, sdp=answer.sdp, codec=str(answer.codec)))
-
-    def _candidate(self, viewer: Viewer, message: p.RtcCandidate) -> None:
-        if self.media is not None:
-            self._spawn(self._add_candidate(self.media, viewer, message), "rtc candidate")
-
-    async def _add_candidate(self, media: Media, viewer: Viewer, message: p.RtcCandidate) -> None:
-        # The offer that it belongs to may still be in hand.
-        if viewer.negotiation is not None:
-            await asyncio.wait((viewer.negotiation,))
-        try:
-            await media.add_candidate(
-                viewer.id, message.gen, message.candidate, message.mid, message.mline
-            )
-        except OfferError as error:
-            viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
-
-    def _choose_media(self, viewer: Viewer, message: p.Media) -> None:
-        if message.transport == "webrtc":
-            viewer.ws_codec = None
-            return  # an offer follows; what the viewer has now goes on until it stands
-        viewer.ws_codec = Codec(message.codec or "jpeg")
-        if self.media is not None:
-            self._add_ws(viewer, viewer.ws_codec)
-
-    def _add_ws(self, viewer: Viewer, codec: Codec) -> None:
-        assert self.media is not None
-        drops = self._around.metrics.drops.labels(where="socket")
-
-        def send(frame: bytes) -> None:
-            if not viewer.socket.send_video(frame):
-                drops.inc()
-
-        self._chose(viewer, f"ws-{codec}")
-        self.media.add_ws(viewer.id, codec, send)
-
-    def _chose(self, viewer: Viewer, transport: str) -> None:
-        viewer.transport = transport
-        self._around.metrics.fallbacks.labels(transport=transport).inc()
-
-    def on_chunk(self, notice: ChunkNotice) -> None:
-        """Tell every viewer when the frames of a chunk are due."""
-        for viewer in self.viewers.values():
-            viewer.socket.send(self._chunk(notice, viewer))
-
-    def on_origin(self, viewer_id: str, gen: int, origin: int) -> None:
-        """Tell a viewer how its RTP timestamps count."""
-        viewer = self.viewers.get(viewer_id)
-        if viewer is not None:
-            viewer.socket.send(p.RtcOrigin(gen=gen, origin=origin))
-
-    def on_peer_state(self, viewer_id: str, gen: int, state: str) -> None:
-        """Note which transport a viewer has."""
-        viewer = self.viewers.get(viewer_id)
-        if viewer is None:
-            return
-        if state == "connected":
-            self._chose(viewer, "webrtc")
-        elif state == "failed":
-            viewer.socket.send(p.err(ErrorCode.RTC_FAILED))
-
-    def on_encoded(self, codec: Codec, encode_ms: float, size_bytes: int) -> None:
-        """Count the cost of a picture."""
-        self._around.metrics.encode_s.observe(encode_ms / 1e3)
 
     # ---- reports of the worker
 
@@ -434,8 +273,8 @@ class Room(MediaEvents):
                 metrics.refresh_s.observe(report.refresh_ms / 1e3)
                 metrics.decode_s.observe(report.decode_ms / 1e3)
                 metrics.ring_wait_s.observe(report.ring_wait_ms / 1e3)
-                if self.media is not None:
-                    self.media.note_chunk(made_ms, FRAMES_PER_CHUNK)
+                if self.transports.media is not None:
+                    self.transports.media.note_chunk(made_ms, FRAMES_PER_CHUNK)
             case Applied():
                 self._applied(report)
             case Loading():
@@ -469,13 +308,14 @@ class Room(MediaEvents):
 
     def _frame(self, report: FrameReady, release: Callable[[int], None]) -> None:
         metrics, meta, seat = self._around.metrics, report.meta, self.seat
-        if self.media is None or seat is None or meta.epoch < self.session.world.epoch:
+        media = self.transports.media
+        if media is None or seat is None or meta.epoch < self.session.world.epoch:
             metrics.frames_stale.inc()
             release(report.slot)
             return
         metrics.frames_made.inc()
         self._photons.made(meta.frame_id, meta.act_seq)
-        self.media.publish(seat.read(report.slot), meta, lambda: release(report.slot))
+        media.publish(seat.read(report.slot), meta, lambda: release(report.slot))
         if self.session.state in (SessionState.WARMING, SessionState.GRACE):
             self._first_frame()
 
@@ -502,8 +342,8 @@ class Room(MediaEvents):
             seed=report.seed,
             epoch=report.epoch,
         )
-        if self.media is not None:
-            self.media.set_epoch(report.epoch)
+        if self.transports.media is not None:
+            self.transports.media.set_epoch(report.epoch)
         if report.epoch:
             self._around.metrics.epochs.inc()
         if not report.is_same_world:
@@ -546,12 +386,9 @@ class Room(MediaEvents):
 
     def tell_stats(self) -> None:
         """Send the figures of the last second."""
-        if self.media is None:
+        stats = self.transports.stats()
+        if stats is None:
             return
-        stats = self.media.stats()
-        drops = self._around.metrics.drops.labels(where="media_queue")
-        drops.inc(stats.overflow_count - self._overflow_seen)
-        self._overflow_seen = stats.overflow_count
         for viewer in self.viewers.values():
             viewer.socket.send(
                 p.Stats(
@@ -561,7 +398,7 @@ class Room(MediaEvents):
                     encode_ms=stats.encode_ms,
                     kbps=stats.kbps,
                     act_lag_ms=self._act_lag_ms,
-                    dropped=stats.overflow_count + self.media.dropped_count(viewer.id),
+                    dropped=stats.overflow_count + self.transports.dropped_count(viewer),
                     viewers=len(self.viewers),
                 )
             )
@@ -589,45 +426,8 @@ class Room(MediaEvents):
             state=self.session.state, reason=self.session.reason, since=wall_ms() - held_s * 1e3
         )
 
-    def _chunk(self, notice: ChunkNotice, viewer: Viewer) -> p.Chunk:
-        return p.Chunk(
-            k=notice.k,
-            epoch=notice.epoch,
-            first=notice.first,
-            n=notice.n,
-            pts0=notice.pts0,
-            dpts=notice.dpts,
-            pts=notice.pts,
-            act=notice.act if viewer.is_player else None,
-            times=p.ChunkTimes(
-                latch=notice.latch,
-                gen0=notice.gen0_ms,
-                gen1=notice.gen1_ms,
-                enq=notice.enq_ms,
-            ),
-        )
-
     def _players(self) -> list[Viewer]:
         return [viewer for viewer in self.viewers.values() if viewer.is_player]
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
 
 _PLAYABLE = (SessionState.READY, SessionState.RUNNING, SessionState.PAUSED)
-
-
-def clean_prompt(text: str) -> str:
-    """Prompt in normal form without control characters, as `check_prompt` wants it."""
-    normal = unicodedata.normalize("NFC", text)
-    kept = (" " if each in "\n\t\r" else each for each in normal)
-    printable = "".join(each for each in kept if unicodedata.category(each) not in ("Cc", "Cs"))
-    return " ".join(printable.split())[: p.PROMPT_LIMIT]
-
-
-def wall_ms() -> float:
-    """Wall clock in ms, the `st` of the protocol."""
-    return time.time() * 1e3

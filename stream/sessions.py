@@ -174,9 +174,9 @@ class Registry:
         if self._durations_s:
             typical_s = min(typical_s, statistics.median(self._durations_s))
         ends = sorted(
-            max(0.0, each.started_s + typical_s - now_s)
+            self._left_s(each, typical_s, now_s)
             for each in self._sessions.values()
-            if each.holds_slot and each.started_s is not None
+            if each.holds_slot
         )
         if not ends:
             return 0.0
@@ -330,6 +330,13 @@ class Registry:
         return session.is_end_warned
 
     # ---- inside
+
+    def _left_s(self, session: Session, typical_s: float, now_s: float) -> float:
+        """Time until a session that holds a slot is likely to end."""
+        left_s = (now_s if session.started_s is None else session.started_s) + typical_s - now_s
+        if session.state is _S.GRACE and session.gone_since_s is not None:
+            left_s = min(left_s, session.gone_since_s + self._settings.grace_s - now_s)
+        return max(0.0, left_s)
 
     def _overdue(
         self, session: Session, now_s: float, *, is_loaded: bool
