@@ -134,9 +134,11 @@ class Live:
                 session, Event.CLOSE, "server closing", now_s, ErrorCode.SERVER_SHUTDOWN
             )
         ends = [task for task in self._tasks if task.get_name() == ROOM_END]
-        if ends:
-            await asyncio.wait(ends, timeout=ROOM_END_LIMIT_S)
-        await asyncio.gather(*(seat.worker.close() for seat in self._seats))
+        # Rooms leave their seats first, as their tasks were made first.
+        await asyncio.gather(
+            asyncio.wait(ends, timeout=ROOM_END_LIMIT_S) if ends else asyncio.sleep(0.0),
+            *(seat.worker.close() for seat in self._seats),
+        )
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -40,7 +40,7 @@ class Metrics:
         )
         self.present_s = self._histogram(
             "action_to_present_seconds",
-            "From an action's arrival to the first frame sent with it",
+            "From a key's arrival at the server to the playback of the chunk that shows it",
             _LATENCY_S,
         )
         self.frames_made = self._counter("frames_made", "Frames of the worker")

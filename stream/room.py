@@ -8,6 +8,7 @@ when it leaves; frames and messages of one session never reach another.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
@@ -43,6 +44,8 @@ from stream.worker_messages import (
 if TYPE_CHECKING:
     from stream.seat import Seat
 
+ARRIVALS_PENDING = 256
+
 log = structlog.get_logger(__name__)
 
 _ERROR_OF_FAILURE: dict[FailureCode, ErrorCode] = {
@@ -63,11 +66,12 @@ class Room:
     def __init__(self, session: Session, around: Surroundings) -> None:
         self.session = session
         self.viewers: dict[str, Viewer] = {}
-        self.transports = Transports(self.viewers, around)
+        self.transports = Transports(self.viewers, around, self._presented)
         self.seat: Seat | None = None
         self._around = around
         self._input = SessionInput()
         self._photons = PhotonMeter()
+        self._arrivals: deque[tuple[int, float]] = deque(maxlen=ARRIVALS_PENDING)
         self._prompts: dict[int, str] = {}
         self._plays_after_restart = False
         self._last_act_ms = 0.0
@@ -109,7 +113,7 @@ class Room:
 
     def leave(self, viewer: Viewer, *, replaced: bool = False) -> None:
         """A socket is gone, or said bye; calling it again does nothing."""
-        if viewer.has_left:
+        if viewer.has_left or viewer.id not in self.viewers:
             return
         viewer.has_left = True
         self.viewers.pop(viewer.id, None)
@@ -202,6 +206,8 @@ class Room:
         self.session.last_seq = self._input.last_seq
         self.seat.mailbox.post(taken.snapshot)
         self._photons.pressed(act.seq, taken.new_edges)
+        if taken.new_edges:
+            self._arrivals.append((act.seq, now_ms))
         if taken.has_content:
             self._last_act_ms = now_ms
             is_paused = self.session.state is SessionState.PAUSED
@@ -238,6 +244,12 @@ class Room:
                 if session.state is not SessionState.PAUSED:
                     registry.transition(session, Event.PAUSE, "step", now_s)
                 self.seat.send(StepOnce(id=message.id))
+
+    def _presented(self, act_seq: int) -> None:
+        """Playback of a chunk begins that shows every action up to `act_seq`."""
+        while self._arrivals and self._arrivals[0][0] <= act_seq:
+            waited_ms = wall_ms() - self._arrivals.popleft()[1]
+            self._around.metrics.present_s.observe(max(0.0, waited_ms) / 1e3)
 
     def _shown(self, viewer: Viewer, message: p.Shown) -> None:
         metrics = self._around.metrics

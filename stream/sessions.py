@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from stream.protocol import CreateSession, ErrorCode, ProtocolError, SessionState, WorldInfo
+from stream.protocol import (
+    CreateSession,
+    ErrorCode,
+    ProtocolError,
+    SessionState,
+    WorldInfo,
+    clean_prompt,
+)
 from stream.settings import ServerSettings
 
 TICKET_LIFE_S = 60.0
@@ -377,7 +384,7 @@ class Registry:
             world=WorldInfo(
                 scene=request.scene if has_start else self._settings.scene,
                 image_id=request.image_id,
-                prompt=request.prompt or "",
+                prompt=clean_prompt(request.prompt or ""),
                 seed=request.seed or 0,
                 epoch=0,
             ),

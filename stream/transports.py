@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 
 import structlog
@@ -31,12 +31,19 @@ class Transports(MediaEvents):
     Args:
         viewers: of the session, by id; changed by its owner.
         around: what sessions share.
+        on_presented: playback of a chunk begins; with the newest action that it shows.
     """
 
-    def __init__(self, viewers: Mapping[str, Viewer], around: Surroundings) -> None:
+    def __init__(
+        self,
+        viewers: Mapping[str, Viewer],
+        around: Surroundings,
+        on_presented: Callable[[int], None],
+    ) -> None:
         self.media: Media | None = None
         self._viewers = viewers
         self._around = around
+        self._on_presented = on_presented
         self._tasks: set[asyncio.Task[None]] = set()
         self._overflow_seen = 0
 
@@ -163,6 +170,8 @@ class Transports(MediaEvents):
         """Tell every viewer when the frames of a chunk are due."""
         for viewer in self._viewers.values():
             viewer.socket.send(_chunk(notice, viewer))
+        if notice.act:
+            self._on_presented(notice.act[-1][1])
 
     def on_origin(self, viewer_id: str, gen: int, origin: int) -> None:
         """Tell a viewer how its RTP timestamps count."""
