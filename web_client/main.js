@@ -18,6 +18,8 @@ import { decodableCodecs } from "./ws_video.js";
 /** @param {string} id @returns {any} */
 const element = (id) => document.getElementById(id);
 
+/** Set while the world is paused because nobody saw it; outlives a reload. */
+const HIDDEN_KEY = "worldstream.hidden";
 const query = new URLSearchParams(location.search);
 const watched = query.get("watch");
 const isViewer = watched !== null;
@@ -178,11 +180,15 @@ element("overlay-button").addEventListener("click", (/** @type {Event} */ event)
 });
 /** Being out of sight pauses; being seen again ends that, after a reload as well. */
 function resumeIfSeen() {
-  if (isViewer || document.hidden || state !== "PAUSED" || reason !== "hidden") return;
+  if (state === "RUNNING" && !document.hidden) sessionStorage.removeItem(HIDDEN_KEY);
+  if (isViewer || document.hidden || state !== "PAUSED" || !sessionStorage.getItem(HIDDEN_KEY)) return;
   send({ t: "resume", reason: "visible" });
 }
 document.addEventListener("visibilitychange", () => {
-  if (!isViewer && document.hidden && state === "RUNNING") send({ t: "pause", reason: "hidden" });
+  if (!isViewer && document.hidden && state === "RUNNING") {
+    sessionStorage.setItem(HIDDEN_KEY, "yes");
+    send({ t: "pause", reason: "hidden" });
+  }
   resumeIfSeen();
 });
 
