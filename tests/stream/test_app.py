@@ -138,6 +138,17 @@ def test_socket_needs_ticket_and_origin(service: Service) -> None:
     assert caught.value.response.status_code == 401
 
 
+def test_socket_without_a_hello_does_not_disturb_the_player(service: Service) -> None:
+    player = Client.hello(service, client="browser-2")
+    player.play()
+    silent = Client(service, service.create(client="browser-2"))
+    silent.send(t="ping", id=1, ct=1.0)
+    assert silent.close_code() == 4400
+    assert service.state(player.made["session_id"]) == "RUNNING"
+    player.until_frames(3)
+    player.close()
+
+
 def test_page_of_another_origin_cannot_write(service: Service) -> None:
     for headers in (
         {"Origin": "http://evil.example"},
