@@ -85,7 +85,7 @@ def _add_operations(app: FastAPI, live: Live) -> None:
             raise ProtocolError(ErrorCode.UNAUTHORIZED)
         return Response(live.metrics_text(), media_type=metrics.CONTENT_TYPE)
 
-    @app.get("/v1/info", response_model_exclude_none=True)
+    @app.get("/v1/info")
     async def info() -> protocol.ServiceInfo:
         """Return what a page needs before it opens a session."""
         return await live.info()
@@ -118,14 +118,14 @@ def _add_sessions(app: FastAPI, live: Live) -> None:
         image_id = await live.upload(await request.body(), address=_address(request))
         return {"image_id": image_id}
 
-    @app.post("/v1/sessions", status_code=201, response_model_exclude_none=True)
+    @app.post("/v1/sessions", status_code=201)
     async def create(body: protocol.CreateSession, request: Request) -> protocol.SessionCreated:
         """Open, join or go on with a session."""
         _expect_access(live, request)
         key = request.headers.get("idempotency-key")
         return live.create(body, address=_address(request), idempotency_key=key)
 
-    @app.get("/v1/sessions/{session_id}", response_model_exclude_none=True)
+    @app.get("/v1/sessions/{session_id}")
     async def status(session_id: str) -> protocol.SessionStatus:
         """Return the state of a session."""
         return live.status(session_id)
@@ -158,7 +158,7 @@ def _add_errors(app: FastAPI, live: Live) -> None:
         live.metrics.errors.labels(code=str(code)).inc()
         body = ErrorBody(code=code, msg=ERROR_TEXT[code], **more)
         status = HTTP_STATUS[code] if status is None else status
-        return JSONResponse(body.model_dump(mode="json", exclude_none=True), status)
+        return JSONResponse(body.model_dump(mode="json"), status)
 
     @app.exception_handler(ProtocolError)
     async def refused(request: Request, error: ProtocolError) -> JSONResponse:

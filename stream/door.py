@@ -77,7 +77,7 @@ class Door:
         body = p.ErrorBody(code=error.code, msg=p.ERROR_TEXT[error.code])
         await websocket.send_denial_response(
             JSONResponse(
-                body.model_dump(mode="json", exclude_none=True),
+                body.model_dump(mode="json"),
                 p.HTTP_STATUS[error.code],
                 SECURITY_HEADERS,
             )

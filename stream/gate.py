@@ -138,9 +138,7 @@ def has_token(settings: ServerSettings, headers: Headers) -> bool:
 async def deny(scope: Scope, receive: Receive, send: Send, code: ErrorCode) -> None:
     """Answer with the error; a socket is refused before it opens."""
     body = ErrorBody(code=code, msg=ERROR_TEXT[code])
-    response = JSONResponse(
-        body.model_dump(mode="json", exclude_none=True), HTTP_STATUS[code], SECURITY_HEADERS
-    )
+    response = JSONResponse(body.model_dump(mode="json"), HTTP_STATUS[code], SECURITY_HEADERS)
     await response(scope, receive, send)
 
 

@@ -86,6 +86,8 @@ def serve(settings: ServerSettings) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     live = Live(settings, on_lost=stop)
     server = LiveServer(uvicorn_config(create_app(live), settings), live)
+    if not settings.is_loopback and not settings.trusted_proxies:
+        _say("warning: other machines can connect, and nothing is encrypted; put TLS in front")
     _say(f"starting {settings.preset} on {settings.host}:{settings.port}")
     with listener:
         server.run(sockets=[listener])

@@ -236,6 +236,7 @@ def test_ten_resets_act_as_one_and_no_older_frame_follows(service: Service) -> N
     assert all(frame_id >= first_of_epoch[0] for frame_id, _, _ in client.frames[count:])
     assert service.request("GET", f"/v1/sessions/{client.made['session_id']}")[1]["world"] == {
         "scene": "meadow-forest",
+        "image_id": None,
         "prompt": client.service.live.registry.get(client.made["session_id"]).world.prompt,
         "seed": 9,
         "epoch": applied["epoch"],
