@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup play test lint clean
+.PHONY: help setup play video test lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,12 +11,13 @@ STAMP := $(VENV)/.setup-done
 # The release that the recorded numbers were made with; any torch >= 2.11 works.
 TORCH ?= torch==2.13.0
 TEST_WORKERS ?= 2
-PLAY_VIDEO := worldstream-play.mp4
+VIDEO := worldstream-video.mp4
 PACKAGES := engine graphs vae_stream stream miniworld benchmarks tests
 
 help:
 	@echo "make setup   create $(VENV) and install everything (quick when nothing changed)"
-	@echo "make play    make a video of a walk through the small world: ./$(PLAY_VIDEO)"
+	@echo "make play    start the service and print the URL of the page that plays the small world"
+	@echo "make video   make a video of a walk through the small world: ./$(VIDEO)"
 	@echo "make test    lint, then the tests that need no GPU"
 	@echo "make lint    formatting, lint, types, layers, spelling"
 
@@ -56,8 +57,11 @@ $(STAMP): pyproject.toml Makefile
 	@echo "make setup: done"
 
 play: setup
+	@exec $(BIN)/worldstream serve
+
+video: setup
 	@$(BIN)/worldstream generate --scene meadow-forest --actions miniworld/walk.jsonl --chunks 12 \
-	  --out $(PLAY_VIDEO) --force
+	  --out $(VIDEO) --force
 
 lint: setup
 	@$(BIN)/ruff format --check $(PACKAGES)

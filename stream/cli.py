@@ -1,4 +1,4 @@
-"""Command line: `worldstream generate`, `worldstream replay`, `worldstream bench`.
+"""Command line: `worldstream` generate, replay, bench, serve.
 
 Owns options, messages, exit codes: 0 ok, 1 failure, 2 bad usage or input, 3 environment (device,
 memory, weights), 130 stopped by Ctrl-C. Results go to stdout, progress and messages to stderr; a
@@ -7,10 +7,11 @@ message is one line. Nothing heavy is imported before a command has checked its 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,6 +30,7 @@ from stream.jobs import (
     File,
     Job,
     JobOptions,
+    Number,
     Text,
     options_from_json,
     plan,
@@ -163,10 +165,67 @@ class Bench:
         return EXIT_OK
 
 
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve the world to browsers. Each option is also WORLDSTREAM_NAME in the environment."""
+
+    preset: Text = None
+    """mini, h3_33b or tiny; by default mini."""
+    renderer: bool = False
+    """Show true frames of the scenes instead of the model's."""
+    weights: Text = None
+    """shipped, random, or a folder."""
+    scene: Text = None
+    """What a session begins with."""
+    device: Text = None
+    """auto, cpu, cuda or cuda:N."""
+    dtype: Text = None
+    """auto, float32 or bfloat16."""
+    host: Text = None
+    """Address to listen on; by default 127.0.0.1, this machine only."""
+    port: Number = None
+    """1 to 65535; by default 8000."""
+    token: Text = None
+    """Access token; made up and printed when other machines can reach the service."""
+    ice_server: Text = None
+    """stun:host:port or turn:user:password@host:port?transport=tcp, with commas between them."""
+    udp_ports: Text = None
+    """UDP ports for media, as A-B; by default any."""
+    max_sessions: Number = None
+    """Worlds at a time, each with a worker of its own; by default 1."""
+    record: File = None
+    """Folder that keeps traces and recordings."""
+    print_config: bool = False
+    """Print all settings as JSON and end."""
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+
+    def run(self) -> int:
+        """Serve until SIGTERM or Ctrl-C."""
+        from stream.settings import load_settings
+
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        del given["print_config"], given["verbose"]
+        given["renderer"] = self.renderer or None
+        settings = load_settings(**given)
+        if self.print_config:
+            print(settings.printable())
+            return EXIT_OK
+        from stream.serve import serve
+
+        if not self.verbose:
+            from stream.logs import configure_logs
+
+            configure_logs(logging.WARNING)
+        serve(settings)
+        return EXIT_OK
+
+
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stream.interrupt import StopWish
-from stream.jobs import Job, Outputs
+from stream.jobs import Job, Outputs, Start, WorldSpec
 from stream.progress import Progress
 from stream.record import FrameWriter, GifWriter, Mp4Writer, PngWriter, Recorder
 from stream.trace import TRACE_VERSION, TraceEnd, TraceHeader, TraceWriter, trace_path
@@ -60,7 +60,10 @@ def generate(job: Job, models: ModelCache) -> Made:
     prompt = default_prompt(job.start) if job.prompt is None else job.prompt
     world = models.world(job.world, job.start)
     session = Session(world, prompt=prompt, seed=job.seed)
-    with TraceWriter(trace_path(job.outputs.video), _header(job, world, prompt)) as trace:
+    header = trace_header(
+        job.world, job.start, world, prompt=prompt, seed=job.seed, chunk_count=job.chunk_count
+    )
+    with TraceWriter(trace_path(job.outputs.video), header) as trace:
 
         def note(index: int, chunk: ChunkInput, digest: str) -> None:
             trace.chunk(index, chunk.action, digest=digest, prompt=chunk.prompt)
@@ -149,26 +152,28 @@ def _inputs(job: Job) -> Iterator[ChunkInput]:
         yield ChunkInput(action=action, prompt=job.script.prompt_for(index))
 
 
-def _header(job: Job, world: World, prompt: str) -> TraceHeader:
+def trace_header(
+    spec: WorldSpec, start: Start, world: World, *, prompt: str, seed: int, chunk_count: int
+) -> TraceHeader:
+    """Return what a replay needs to know of a rollout that begins."""
     import torch
 
-    image = job.start.image
     return TraceHeader(
         version=TRACE_VERSION,
-        source=job.world.source,
-        preset=job.world.preset,
-        weights=job.world.weights,
+        source=spec.source,
+        preset=spec.preset,
+        weights=spec.weights,
         model_hash=world.model_hash,
         prompt=prompt,
-        seed=job.seed,
-        chunk_count=job.chunk_count,
+        seed=seed,
+        chunk_count=chunk_count,
         width_px=world.geometry.width_px,
         height_px=world.geometry.height_px,
         device=world.device,
         dtype=world.dtype,
         torch_version=torch.__version__,
         thread_count=torch.get_num_threads(),
-        scene=job.start.scene,
-        image=job.start.image_path,
-        image_sha256=None if image is None else image.sha256,
+        scene=start.scene,
+        image=start.image_path,
+        image_sha256=None if start.image is None else start.image.sha256,
     )

@@ -43,8 +43,20 @@ def load_seed_image(path: str | Path, *, width_px: int, height_px: int) -> SeedI
     Raises:
         ConfigError: the file is missing, no allowed picture, damaged, or outside the limits.
     """
-    data = _read(Path(path))
-    name = f"image: {str(path)!r}"
+    return decode_seed_image(
+        _read(Path(path)),
+        name=f"image: {str(path)!r}",
+        width_px=width_px,
+        height_px=height_px,
+    )
+
+
+def decode_seed_image(data: bytes, *, name: str, width_px: int, height_px: int) -> SeedImage:
+    """Bring the bytes of a picture file to `width_px` x `height_px`; `name` begins messages.
+
+    Raises:
+        ConfigError: no allowed picture, damaged, or outside the limits.
+    """
     with warnings.catch_warnings():
         # Pillow warns of large pictures; the limits below refuse them with a message of their own.
         warnings.simplefilter("ignore")

@@ -42,6 +42,7 @@ class RendererWorld:
     device = "cpu"
     dtype = "float32"
     note = ""
+    is_finite = True
 
     def __init__(self, scene: str, geometry: Geometry) -> None:
         check_scene(scene)

@@ -38,6 +38,8 @@ class World(Protocol):
     dtype: str
     note: str
     """How device and dtype were chosen, in a phrase; empty where there was no choice."""
+    is_finite: bool
+    """Whether the last step made numbers throughout; known before its first frame comes out."""
 
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         """Start a rollout; what it makes goes into `digest`."""
@@ -62,6 +64,7 @@ class ModelWorld:
         self.device = str(engine.device)
         self.dtype = str(engine.dtype).removeprefix("torch.")
         self.note = engine.dtype_choice.reason
+        self.is_finite = True
         self.timings: StepTimings | None = None
         """Of the last step, decoding not included."""
         self._engine = engine
@@ -85,6 +88,7 @@ class ModelWorld:
         """Make one chunk; its latents enter the digest before the first frame comes out."""
         chunk = self._engine.step(self._begun(), action)
         self.timings, latents_BCTHW = chunk.timings, chunk.latents_BCTHW
+        self.is_finite = bool(latents_BCTHW.isfinite().all())
         self._digest.update(latents_BCTHW)
         if self._decoder is None or self._decoder_state is None:
             return

@@ -48,7 +48,7 @@ class TraceHeader:
     prompt: str
     seed: int
     chunk_count: int
-    """Chunks that were asked for."""
+    """Chunks that were asked for; 0 where a person played until it ended."""
     width_px: int
     height_px: int
     device: str

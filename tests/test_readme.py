@@ -45,7 +45,7 @@ def _without(arguments: list[str], *options: str) -> list[str]:
 
 
 def _make(arguments: list[str]) -> None:
-    """Let make plan the target; `play` is then run, shorter."""
+    """Let make plan the target; the options of `play` are then read."""
     environment = {key: value for key, value in os.environ.items() if "MAKE" not in key}
     planned = subprocess.run(
         ["make", "--dry-run", "--directory", str(ROOT), *arguments],
@@ -55,18 +55,21 @@ def _make(arguments: list[str]) -> None:
         check=True,
     ).stdout
     if arguments == ["play"]:
-        recipe = planned.replace("\\\n", " ").splitlines()[-2:]
-        play = next(shlex.split(line) for line in recipe if "worldstream generate" in line)
-        _worldstream(play[1:])
+        serve = next(
+            shlex.split(line) for line in planned.splitlines() if "worldstream serve" in line
+        )
+        _worldstream(serve[serve.index("serve") :])
 
 
 def _worldstream(arguments: list[str]) -> None:
-    """Run with one chunk; `bench` on the tiny preset."""
+    """Run with one chunk; `bench` on the tiny preset; `serve` only reads its options."""
     if arguments[0] == "generate":
         arguments = [*_without(arguments, "--seconds", "--chunks"), "--chunks", "1"]
     if arguments[0] == "bench":
         arguments = _without(arguments, "--preset", "--chunks", "--ablations")
         arguments += ["--preset", "tiny", "--chunks", "1", "--ablations", "prefix_cache"]
+    if arguments[0] == "serve":
+        arguments = [*arguments, "--print-config"]
     assert worldstream(arguments) == 0
 
 

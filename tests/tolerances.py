@@ -71,3 +71,7 @@ MINI_FIRST_FRAME_DB = 28.0
 # measured on four scenes, 8.5 and 7.0 on the tested one. Standing still gains 0 by definition,
 # moving the wrong way loses.
 MINI_WALK_GAIN_DB = 4.0
+
+# Flat colours through the live encoders at a bit rate that they never reach: the rounding of
+# H264_FLAT_COLOUR_LEVELS, and two levels of the coarser quantiser of real-time presets.
+LIVE_FLAT_COLOUR_LEVELS = 6

@@ -1,0 +1,528 @@
+"""The live service: workers, sessions, sockets, pictures, joined.
+
+Owns the composition and its clockwork; the routes of `app` call nothing else. Invariants: no torch
+in this process; a session gets a seat in the order of the queue; closing tells everybody, then ends
+everything within seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+
+import structlog
+from starlette.datastructures import Headers
+
+from stream import protocol as p
+from stream.actions import FRAMES_PER_CHUNK, wall_ms
+from stream.gate import has_token
+from stream.jobs import WorldSpec, world_spec
+from stream.limits import BucketTable
+from stream.media_events import MediaSettings
+from stream.metrics import Metrics
+from stream.peer import IceServerSettings, IceSettings
+from stream.protocol import ErrorCode, ProtocolError, SessionState
+from stream.recording import export_mp4
+from stream.room import Room
+from stream.scenes import Scene, draw_scenes
+from stream.seat import Seat
+from stream.sessions import Admission, Change, Event, Registry, Session
+from stream.settings import ServerSettings
+from stream.supervisor import WatchdogLimits, WorkerHandle
+from stream.uploads import ImageStore
+from stream.viewer import Surroundings
+from stream.worker_messages import StartFrom, WorkerConfig
+from stream.world_source import LoadedWorlds, OpenSource
+
+FPS = 24.0
+TICK_S = 0.25
+ROOM_END = "room end"
+ROOM_END_LIMIT_S = 3.0
+VERSION = "0.1.0"
+
+log = structlog.get_logger(__name__)
+
+
+def spec_of(settings: ServerSettings) -> WorldSpec:
+    """Return the world that the settings ask for.
+
+    Raises:
+        ConfigError: unknown preset, weights that are not there.
+    """
+    return world_spec(
+        settings.preset,
+        size=None,
+        weights=settings.weights,
+        renderer=settings.renderer,
+        device=settings.device,
+        dtype=settings.dtype,
+    )
+
+
+class Live:
+    """The service.
+
+    Args:
+        settings: what the operator chose.
+        open_source: makes the worlds, in the worker.
+        on_lost: called once when a worker cannot run at all.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        open_source: OpenSource = LoadedWorlds,
+        on_lost: Callable[[str], None] | None = None,
+        limits: WatchdogLimits | None = None,
+    ) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.registry = Registry(settings, self._on_change)
+        self.scenes: dict[str, Scene] = {}
+        self.lost_reason: str | None = None
+        self._spec = spec_of(settings)
+        self._open_source = open_source
+        self._watchdog = limits
+        self._on_lost = on_lost
+        self._geometry = self._spec.geometry
+        self._video = p.VideoInfo(w=self._geometry.width_px, h=self._geometry.height_px, fps=FPS)
+        self._seats: list[Seat] = []
+        self._rooms: dict[str, Room] = {}
+        self._creations = BucketTable(
+            per_s=settings.sessions_per_min / 60, burst=settings.sessions_per_min
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._scenes_drawn = asyncio.Event()
+        self._is_closing = False
+        self._folder: Path | None = None
+        self._records = Path()
+        self.images: ImageStore | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start workers and clockwork; returns before anything is loaded."""
+        self._folder = Path(tempfile.mkdtemp(prefix="worldstream-"))
+        record = self.settings.record
+        self._records = self._folder / "records" if record is None else Path(record)
+        self._records.mkdir(parents=True, exist_ok=True)
+        pictures = self._folder / "pictures"
+        pictures.mkdir()
+        width_px, height_px = self._geometry.width_px, self._geometry.height_px
+        self.images = ImageStore(pictures, width_px=width_px, height_px=height_px)
+        for _ in range(self.settings.max_sessions):
+            await self._add_seat()
+        self._spawn(self._draw_scenes(), "scenes")
+        self._spawn(self._tick_forever(), "clockwork")
+
+    async def close(self) -> None:
+        """Tell everybody, end everything. Calling it again does nothing."""
+        if self._is_closing:
+            return
+        self._is_closing = self.registry.is_draining = True
+        now_s = time.monotonic()
+        for session in self.registry:
+            self.registry.transition(
+                session, Event.CLOSE, "server closing", now_s, ErrorCode.SERVER_SHUTDOWN
+            )
+        ends = [task for task in self._tasks if task.get_name() == ROOM_END]
+        # Rooms leave their seats first, as their tasks were made first.
+        await asyncio.gather(
+            asyncio.wait(ends, timeout=ROOM_END_LIMIT_S) if ends else asyncio.sleep(0.0),
+            *(seat.worker.close() for seat in self._seats),
+        )
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _add_seat(self) -> None:
+        settings = self.settings
+        worker = WorkerHandle(
+            WorkerConfig(
+                world=self._spec,
+                trace_folder=self._records,
+                warm_up_scene=settings.scene,
+                fps=FPS,
+                jit_margin_ms=settings.jit_margin_ms,
+            ),
+            open_source=self._open_source,
+            limits=self._watchdog,
+        )
+        seat = Seat(
+            worker,
+            on_ready=lambda _: self._ready(seat),
+            on_free=self._assign,
+            on_lost=self._lose,
+        )
+        self._seats.append(seat)
+        await worker.start()
+        self._spawn(seat.run(), "seat")
+
+    # ---- what the routes ask
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every worker is loaded, warmed up and alive."""
+        return (
+            not self._is_closing
+            and bool(self._seats)
+            and all(seat.worker.is_ready for seat in self._seats)
+        )
+
+    @property
+    def loading(self) -> p.Loading | None:
+        """Progress of the worker that is furthest behind, or None."""
+        behind = [seat.worker for seat in self._seats if seat.worker.info is None]
+        found = [worker.loading for worker in behind if worker.loading is not None]
+        if not behind:
+            return None
+        if not found:
+            return p.Loading(stage="starting", percent=0.0, seconds=0.0)
+        slowest = min(found, key=lambda loading: loading.percent)
+        return p.Loading(stage=slowest.stage, percent=slowest.percent, seconds=slowest.seconds)
+
+    async def info(self) -> p.ServiceInfo:
+        """Everything a page needs before it opens a session."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._scenes_drawn.wait(), 15.0)
+        settings = self.settings
+        transports = ("webrtc", "ws") if settings.webrtc else ("ws",)
+        return p.ServiceInfo(
+            version=VERSION,
+            preset=settings.preset,
+            source="renderer" if settings.renderer else "model",
+            video=self._video,
+            chunk=p.ChunkInfo(first=FRAMES_PER_CHUNK, next=FRAMES_PER_CHUNK),
+            latch_ms=FRAMES_PER_CHUNK / FPS * 1e3,
+            transports=transports,
+            codecs=("h264", "vp8", "jpeg"),
+            ice=settings.ice_servers,
+            limits=self._limits(),
+            scenes=tuple(
+                p.SceneInfo(
+                    name=scene.name, prompt=scene.prompt, thumbnail=f"/v1/scenes/{scene.name}.png"
+                )
+                for scene in self.scenes.values()
+            ),
+            needs_token=settings.token is not None,
+            is_ready=self.is_ready,
+            loading=self.loading,
+        )
+
+    def create(
+        self, request: p.CreateSession, *, address: str, idempotency_key: str | None
+    ) -> p.SessionCreated:
+        """Admit somebody.
+
+        Raises:
+            ProtocolError: no place, no such session or picture, too often.
+        """
+        now_s = time.monotonic()
+        bucket = self._creations.bucket(address)
+        if not bucket.take(now_s):
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "sessions", retry_ms=bucket.wait_ms(now_s))
+        if request.scene is not None or request.image_id is not None:
+            self._start_from(request.scene, request.image_id)
+        admission = self.registry.create(request, now_s=now_s, idempotency_key=idempotency_key)
+        session = admission.session
+        if session.id not in self._rooms:
+            self._rooms[session.id] = Room(session, self._surroundings())
+        self._assign()
+        return self._created(admission)
+
+    async def upload(self, data: bytes, *, address: str) -> str:
+        """Take a seed image and return its id.
+
+        Raises:
+            ProtocolError: BAD_IMAGE, NOT_READY, too often.
+        """
+        if self.images is None or self._is_closing:
+            raise ProtocolError(ErrorCode.NOT_READY)
+        try:
+            image_id = await self.images.add(data, client=address)
+        except ProtocolError:
+            self.metrics.uploads.labels(result="refused").inc()
+            raise
+        self.metrics.uploads.labels(result="taken").inc()
+        return image_id
+
+    def status(self, session_id: str) -> p.SessionStatus:
+        """State of a session.
+
+        Raises:
+            ProtocolError: NO_SESSION.
+        """
+        session = self.registry.get(session_id)
+        return p.SessionStatus(
+            session_id=session.id,
+            state=session.state,
+            reason=session.reason,
+            queue_pos=self.registry.queue_position(session),
+            viewers=len(session.viewer_ids),
+            last_error=session.last_error,
+            world=session.world,
+        )
+
+    def end(self, session_id: str, headers: Headers) -> None:
+        """End a session for its player or the operator.
+
+        Raises:
+            ProtocolError: NO_SESSION, NOT_CONTROLLER.
+        """
+        session = self._owned(session_id, headers)
+        self.registry.transition(
+            session, Event.CLOSE, "ended by the player", time.monotonic(), ErrorCode.GONE
+        )
+
+    def trace(self, session_id: str, headers: Headers) -> Path:
+        """File of the trace of the newest epoch.
+
+        Raises:
+            ProtocolError: NO_SESSION, NOT_CONTROLLER.
+        """
+        session = self._owned(session_id, headers)
+        room = self._rooms.get(session.id)
+        if room is None or room.trace is None:
+            raise ProtocolError(ErrorCode.NO_SESSION, "no trace yet")
+        return room.trace.trace
+
+    async def recording(self, session_id: str, headers: Headers) -> Path:
+        """MP4 of what the session showed so far.
+
+        Raises:
+            ProtocolError: NO_SESSION, NOT_CONTROLLER.
+        """
+        session = self._owned(session_id, headers)
+        growing = self._records / f"{session.id}.ts"
+        made = growing.with_suffix(".mp4")
+        if growing.is_file():
+            try:
+                await asyncio.to_thread(export_mp4, growing, made)
+            except OSError as error:
+                raise ProtocolError(ErrorCode.NO_SESSION, str(error)) from error
+        if not made.is_file():
+            raise ProtocolError(ErrorCode.NO_SESSION, "no recording")
+        return made
+
+    def room(self, session_id: str) -> Room:
+        """Room of a session.
+
+        Raises:
+            ProtocolError: NO_SESSION.
+        """
+        room = self._rooms.get(session_id)
+        if room is None:
+            raise ProtocolError(ErrorCode.NO_SESSION)
+        return room
+
+    def metrics_text(self) -> bytes:
+        """All metrics, gauges brought up to date."""
+        metrics = self.metrics
+        states = Counter(session.state for session in self.registry)
+        for state in SessionState:
+            metrics.sessions.labels(state=str(state)).set(states[state])
+        metrics.viewers.set(sum(len(room.viewers) for room in self._rooms.values()))
+        metrics.queue_length.set(len(self.registry.queue()))
+        metrics.ring_frames.set(sum(seat.worker.ring.taken_count for seat in self._seats))
+        return metrics.text()
+
+    # ---- inside
+
+    def _created(self, admission: Admission) -> p.SessionCreated:
+        session = admission.session
+        left_s = admission.expires_s - time.monotonic()
+        return p.SessionCreated(
+            session_id=session.id,
+            role=admission.role,
+            ticket=admission.ticket,
+            resume_token=admission.resume_token,
+            ws_url="/v1/ws",
+            state=session.state,
+            queue_pos=self.registry.queue_position(session),
+            expires_at=wall_ms() + left_s * 1e3,
+        )
+
+    def _owned(self, session_id: str, headers: Headers) -> Session:
+        session = self.registry.get(session_id)
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        is_own = kind.lower() == "bearer" and self.registry.is_player(session, given)
+        if not (is_own or has_token(self.settings, headers)):
+            raise ProtocolError(ErrorCode.NOT_CONTROLLER)
+        return session
+
+    def _start_from(self, scene: str | None, image_id: str | None) -> StartFrom:
+        if image_id is not None:
+            if self.settings.renderer or self.images is None:
+                raise ProtocolError(ErrorCode.BAD_IMAGE, "the renderer takes no pictures")
+            return StartFrom(image_path=str(self.images.path(image_id)))
+        name = scene or self.settings.scene
+        if self._scenes_drawn.is_set() and self.scenes and name not in self.scenes:
+            raise ProtocolError(ErrorCode.BAD_MESSAGE, "unknown scene")
+        return StartFrom(scene=name)
+
+    def _surroundings(self) -> Surroundings:
+        settings = self.settings
+        servers = tuple(
+            IceServerSettings(urls=each.urls, username=each.username, credential=each.credential)
+            for each in settings.ice_servers
+        )
+        return Surroundings(
+            settings=settings,
+            registry=self.registry,
+            metrics=self.metrics,
+            media=MediaSettings(
+                frames_per_chunk=FRAMES_PER_CHUNK,
+                bitrate_bps=settings.bit_rate_kbps * 1_000,
+                keyframe_min_s=settings.kf_min_ms / 1e3,
+                ice=IceSettings(
+                    servers=servers,
+                    hosts=("127.0.0.1",) if settings.is_loopback else None,
+                    udp_ports=settings.udp_ports,
+                ),
+            ),
+            video=self._video,
+            limits=self._limits(),
+            recordings=self._records,
+            start_from=self._start_from,
+        )
+
+    def _limits(self) -> p.Limits:
+        settings = self.settings
+        return p.Limits(
+            image_bytes=settings.image_limit_bytes,
+            key_refresh_ms=settings.key_refresh_ms,
+            key_stale_ms=settings.key_stale_ms,
+            ladder_s=(settings.ladder_direct_s, settings.ladder_relay_s),
+        )
+
+    def _assign(self) -> None:
+        """Give free seats to those who wait."""
+        if self._is_closing:
+            return
+        free = [seat for seat in self._seats if seat.is_free]
+        chosen = self.registry.assign(len(free), time.monotonic())
+        for seat, session in zip(free, chosen, strict=False):
+            room = self._rooms[session.id]
+            seat.give_to(room)
+            room.take_seat(seat)
+
+    def _on_change(self, change: Change) -> None:
+        session, room = change.session, self._rooms.get(change.session.id)
+        log.info(
+            "session_state",
+            session_id=session.id,
+            old=str(change.old),
+            new=str(change.new),
+            reason=session.reason,
+        )
+        if room is None:
+            return
+        room.on_change(change)
+        if change.new is SessionState.FAILED:
+            code = session.last_error or ErrorCode.INTERNAL
+            self.metrics.errors.labels(code=str(code)).inc()
+            room.broadcast(p.err(code, fatal=True))
+            self.registry.transition(session, Event.CLOSE, str(code), time.monotonic(), code)
+        elif change.new is SessionState.CLOSED:
+            code = session.last_error or ErrorCode.GONE
+            self.metrics.sessions_ended.labels(reason=str(code)).inc()
+            self._spawn(self._end_room(room, code), ROOM_END)
+
+    async def _end_room(self, room: Room, code: ErrorCode) -> None:
+        seat, room.seat = room.seat, None
+        if seat is not None:
+            seat.leave()
+        await room.close(code)
+        self._assign()
+        if self.settings.record is not None and room.recording.is_file():
+            with contextlib.suppress(OSError):  # nothing was shown
+                await asyncio.to_thread(
+                    export_mp4, room.recording, room.recording.with_suffix(".mp4")
+                )
+            room.recording.unlink(missing_ok=True)
+
+    def _ready(self, seat: Seat) -> None:
+        info = seat.worker.info
+        if info is not None:
+            log.info("worker_ready", device=info.device, dtype=info.dtype, chunk_ms=info.chunk_ms)
+        now_s = time.monotonic()
+        for session in self.registry:
+            self.registry.warm_up_begins(session, now_s)
+        self._assign()
+
+    def _lose(self, reason: str) -> None:
+        if self.lost_reason is None:
+            self.lost_reason = reason
+            log.error("worker_lost", reason=reason)
+            if self._on_lost is not None:
+                self._on_lost(reason)
+
+    async def _draw_scenes(self) -> None:
+        try:
+            self.scenes = await draw_scenes(
+                width_px=self._geometry.width_px, height_px=self._geometry.height_px
+            )
+        except (RuntimeError, TimeoutError, OSError) as error:
+            log.error("scenes_not_drawn", detail=str(error))
+        finally:
+            self._scenes_drawn.set()
+
+    async def _tick_forever(self) -> None:
+        last_stats_s = time.monotonic()
+        told_stage = ""
+        while True:
+            due_s = time.monotonic() + TICK_S
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self.metrics.loop_lag_s.observe(max(0.0, now_s - due_s))
+            is_loaded = all(seat.worker.info is not None for seat in self._seats)
+            self.registry.tick(now_s, is_loaded=is_loaded)
+            self._assign()
+            self._forget_rooms()
+            if now_s - last_stats_s >= 1.0:
+                last_stats_s = now_s
+                self._tell(now_s)
+            loading = self.loading
+            stage = "" if loading is None else f"{loading.stage} {loading.percent:.0f}"
+            if loading is not None and stage != told_stage:
+                for room in self._rooms.values():
+                    room.broadcast(loading)
+            told_stage = stage
+
+    def _tell(self, now_s: float) -> None:
+        """Once a second: places in the queue, figures, the end of a lease."""
+        waiting = self.registry.queue()
+        for position, session in enumerate(waiting, start=1):
+            eta_s = self.registry.eta_s(position, now_s)
+            self._rooms[session.id].tell_queue(position, len(waiting), eta_s)
+        for room in self._rooms.values():
+            room.tell_stats()
+            if self.registry.end_warning(room.session, now_s):
+                text = p.ERROR_TEXT[ErrorCode.MAX_DURATION]
+                room.broadcast(p.Warn(code="MAX_DURATION", msg=f"In a minute: {text}"))
+
+    def _forget_rooms(self) -> None:
+        known = {session.id for session in self.registry}
+        for session_id in [each for each in self._rooms if each not in known]:
+            del self._rooms[session_id]
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(partial(_finished, self._tasks))
+
+
+def _finished(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    tasks.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("task_failed", task=task.get_name(), exc_info=error)

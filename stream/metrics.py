@@ -1,0 +1,80 @@
+"""Every Prometheus metric of the service, named once.
+
+Owns names, labels, buckets. Invariants: no session ids, prompts or addresses in labels; each
+`Metrics` has a registry of its own, so that two services in one process do not meet.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_COST_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+_SHORT_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 0.5, 1.0)
+_LATENCY_S = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
+
+
+class Metrics:
+    """The metrics of one service; times in seconds."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.chunk_s = self._histogram("chunk_seconds", "From latch to last frame", _COST_S)
+        self.denoise_s = self._histogram("denoise_seconds", "All denoise steps", _COST_S)
+        self.refresh_s = self._histogram("refresh_seconds", "Refresh of a chunk", _COST_S)
+        self.decode_s = self._histogram("decode_seconds", "Decoding of a chunk", _COST_S)
+        self.encode_s = self._histogram("encode_seconds", "Encoding of a frame", _SHORT_S)
+        self.ring_wait_s = self._histogram("ring_wait_seconds", "Wait for free slots", _COST_S)
+        self.latch_age_s = self._histogram(
+            "latch_age_seconds", "Age of the newest action when latched", _SHORT_S
+        )
+        self.loop_lag_s = self._histogram("loop_lag_seconds", "Delay of the event loop", _SHORT_S)
+        self.queue_wait_s = self._histogram(
+            "queue_wait_seconds", "From a session's creation to its slot", (1, 5, 15, 60, 300, 900)
+        )
+        self.photon_s = self._histogram(
+            "action_to_photon_seconds",
+            "From a key event to the first frame shown with it, browser's clock",
+            _LATENCY_S,
+            ("transport",),
+        )
+        self.present_s = self._histogram(
+            "action_to_present_seconds",
+            "From a key's arrival at the server to the playback of the chunk that shows it",
+            _LATENCY_S,
+        )
+        self.frames_made = self._counter("frames_made", "Frames of the worker")
+        self.frames_shown = self._counter("frames_shown", "Frames that players reported as shown")
+        self.frames_stale = self._counter("frames_stale", "Frames of older epochs, never sent")
+        self.drops = self._counter("drops", "Things given up at a bound", ("where",))
+        self.messages_in = self._counter("messages_in", "Messages of browsers", ("type",))
+        self.messages_bad = self._counter("messages_bad", "Refused or unknown messages", ("why",))
+        self.errors = self._counter("errors", "Errors told to clients", ("code",))
+        self.epochs = self._counter("epoch_changes", "Resets")
+        self.sessions_ended = self._counter("sessions_ended", "Ended sessions", ("reason",))
+        self.keyframes = self._counter("keyframe_requests", "Wishes for a keyframe", ("cause",))
+        self.fallbacks = self._counter("transports_chosen", "Transports chosen", ("transport",))
+        self.reconnects = self._counter("reconnects", "Players that came back")
+        self.worker_restarts = self._counter("worker_restarts", "Workers started again")
+        self.uploads = self._counter("uploads", "Seed images", ("result",))
+        self.sessions = self._gauge("sessions", "Sessions", ("state",))
+        self.viewers = self._gauge("viewers", "Open sockets with a session")
+        self.queue_length = self._gauge("queue_length", "Waiting visitors")
+        self.ring_frames = self._gauge("ring_frames", "Taken slots of the frame ring")
+
+    def text(self) -> bytes:
+        """Return all metrics as Prometheus text."""
+        return generate_latest(self.registry)
+
+    def _histogram(
+        self, name: str, help_text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
+    ) -> Histogram:
+        return Histogram(
+            f"worldstream_{name}", help_text, labels, buckets=buckets, registry=self.registry
+        )
+
+    def _counter(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"worldstream_{name}", help_text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"worldstream_{name}", help_text, labels, registry=self.registry)

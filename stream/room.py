@@ -1,0 +1,445 @@
+"""A session as the API process sees it: its viewers, their messages, its media, its seat.
+
+Owns who hears what. Does not own states (`sessions`), the way of frames (`transports`), the world
+(`worker`). Invariants: only the player's messages change the world; whatever a viewer had is freed
+when it leaves; frames and messages of one session never reach another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
+
+import structlog
+from pydantic import BaseModel
+
+from stream import protocol as p
+from stream.actions import FRAMES_PER_CHUNK, wall_ms
+from stream.inputs import PhotonMeter, SessionInput
+from stream.protocol import ErrorCode, ProtocolError, SessionState
+from stream.sessions import Change, Event, Session
+from stream.transports import Transports
+from stream.viewer import Surroundings, Viewer
+from stream.worker_messages import (
+    Applied,
+    ChunkDone,
+    ChunkStarted,
+    Failed,
+    FailureCode,
+    FrameReady,
+    Loading,
+    Pause,
+    Report,
+    Reset,
+    Resume,
+    SessionStarted,
+    SetPrompt,
+    StartSession,
+    StepOnce,
+)
+
+if TYPE_CHECKING:
+    from stream.seat import Seat
+
+ARRIVALS_PENDING = 256
+
+log = structlog.get_logger(__name__)
+
+_ERROR_OF_FAILURE: dict[FailureCode, ErrorCode] = {
+    FailureCode.LOAD_FAILED: ErrorCode.WORKER_DIED,
+    FailureCode.BAD_START: ErrorCode.BAD_IMAGE,
+    FailureCode.OUTPUT_NAN: ErrorCode.GEN_INVALID,
+    FailureCode.OUTPUT_BLACK: ErrorCode.GEN_INVALID,
+    FailureCode.OUTPUT_FROZEN: ErrorCode.GEN_INVALID,
+    FailureCode.GEN_FAILED: ErrorCode.INTERNAL,
+    FailureCode.GEN_TIMEOUT: ErrorCode.GEN_TIMEOUT,
+    FailureCode.WORKER_DIED: ErrorCode.WORKER_DIED,
+}
+
+
+class Room:
+    """One session, from its creation to its end."""
+
+    def __init__(self, session: Session, around: Surroundings) -> None:
+        self.session = session
+        self.viewers: dict[str, Viewer] = {}
+        self.transports = Transports(self.viewers, around, self._presented)
+        self.seat: Seat | None = None
+        self._around = around
+        self._input = SessionInput()
+        self._photons = PhotonMeter()
+        self._arrivals: deque[tuple[int, float]] = deque(maxlen=ARRIVALS_PENDING)
+        self._prompts: dict[int, str] = {}
+        self._plays_after_restart = False
+        self._last_act_ms = 0.0
+        self._act_lag_ms: float | None = None
+        self._gen_ms: float | None = None
+        self._queue_told: p.Queue | None = None
+        self.trace: SessionStarted | None = None
+        """Newest start, which names the trace."""
+
+    @property
+    def recording(self) -> Path:
+        """Growing file of what is shown."""
+        return self._around.recordings / f"{self.session.id}.ts"
+
+    # ---- coming, going
+
+    def join(self, viewer: Viewer, *, loading: p.Loading | None) -> None:
+        """A socket said hello. A second one of the player replaces the first."""
+        now_s = time.monotonic()
+        if viewer.is_player:
+            for other in self._players():
+                self.leave(other, replaced=True)
+                other.socket.close(ErrorCode.CONFLICT)
+            self._input.begin_socket(wall_ms())
+            self._photons.clear()
+        self.viewers[viewer.id] = viewer
+        if not viewer.is_player:
+            self.session.viewer_ids.add(viewer.id)
+        viewer.socket.send(self._welcome(viewer))
+        if viewer.is_player:
+            if self.session.state is SessionState.GRACE:
+                self._around.metrics.reconnects.inc()
+            self._around.registry.connected(self.session, now_s)
+        viewer.socket.send(self._state())
+        if loading is not None:
+            viewer.socket.send(loading)
+        self.transports.welcome(viewer)
+        self._queue_told = None
+
+    def leave(self, viewer: Viewer, *, replaced: bool = False) -> None:
+        """A socket is gone, or said bye; calling it again does nothing."""
+        if viewer.has_left or viewer.id not in self.viewers:
+            return
+        viewer.has_left = True
+        self.viewers.pop(viewer.id, None)
+        self.session.viewer_ids.discard(viewer.id)
+        self.transports.leave(viewer)
+        if viewer.is_player and not replaced:
+            if self.seat is not None:
+                self.seat.mailbox.clear()
+            self._around.registry.lost(self.session, time.monotonic())
+
+    def take_seat(self, seat: Seat) -> None:
+        """The session got a worker: open the world."""
+        settings, world = self._around.settings, self.session.world
+        self.seat = seat
+        self.transports.start(self.recording)
+        seat.mailbox.begin()
+        try:
+            start = self._around.start_from(world.scene, world.image_id)
+        except ProtocolError:
+            # The picture expired while the visitor waited.
+            start = self._around.start_from(settings.scene, None)
+        seat.send(
+            StartSession(
+                session_id=self.session.id,
+                start=start,
+                prompt=world.prompt or None,
+                seed=world.seed,
+                is_paused=True,
+            )
+        )
+        self._around.metrics.queue_wait_s.observe(time.monotonic() - self.session.created_s)
+
+    async def close(self, code: ErrorCode) -> None:
+        """End every socket and the media. The seat is given back by the caller."""
+        for viewer in tuple(self.viewers.values()):
+            viewer.socket.close(code)
+            viewer.has_left = True
+            self.transports.leave(viewer)
+        self.viewers.clear()
+        await self.transports.close()
+
+    # ---- messages of browsers
+
+    def handle(self, viewer: Viewer, message: p.ClientMessage) -> None:
+        """Act on a message.
+
+        Raises:
+            ProtocolError: it is refused.
+        """
+        match message:
+            case p.Ping():
+                viewer.socket.send(p.Pong(id=message.id, ct=message.ct, st=wall_ms()))
+            case p.Hello():
+                raise ProtocolError(ErrorCode.BAD_MESSAGE, "second hello")
+            case p.RtcOffer():
+                self.transports.offer(viewer, message)
+            case p.RtcCandidate():
+                self.transports.candidate(viewer, message)
+            case p.RtcState():
+                log.info("rtc_state", gen=message.gen, state=message.state)
+            case p.Media():
+                self.transports.choose(viewer, message)
+            case p.Ack():
+                self.transports.acknowledge(viewer, message.frame)
+            case p.Kf():
+                self.transports.want_keyframe(viewer)
+            case p.Shown():
+                self._shown(viewer, message)
+            case p.ClientBye():
+                viewer.socket.close(ErrorCode.GONE)
+            case _ if not viewer.is_player:
+                if not (isinstance(message, p.Act) and viewer.was_told_not_controller):
+                    viewer.was_told_not_controller = True
+                    raise ProtocolError(ErrorCode.NOT_CONTROLLER)
+            case p.Act():
+                self._act(message)
+            case p.Prompt() | p.Reset() | p.Pause() | p.Resume() | p.Step():
+                self._command(message)
+            case _:
+                assert_never(message)
+
+    def _act(self, act: p.Act) -> None:
+        if self.seat is None or self.session.state not in _PLAYABLE:
+            return
+        now_ms = wall_ms()
+        taken = self._input.take(act, now_ms)
+        if taken is None:
+            self._around.metrics.drops.labels(where="old_act").inc()
+            return
+        self.session.last_seq = self._input.last_seq
+        self.seat.mailbox.post(taken.snapshot)
+        self._photons.pressed(act.seq, taken.new_edges)
+        if taken.new_edges:
+            self._arrivals.append((act.seq, now_ms))
+        if taken.has_content:
+            self._last_act_ms = now_ms
+            is_paused = self.session.state is SessionState.PAUSED
+            if taken.is_press or not is_paused:
+                self._around.registry.input(self.session, time.monotonic())
+
+    def _command(self, message: p.Prompt | p.Reset | p.Pause | p.Resume | p.Step) -> None:
+        registry, session, now_s = self._around.registry, self.session, time.monotonic()
+        session.last_input_s = now_s
+        if self.seat is None or session.state not in (*_PLAYABLE, SessionState.WARMING):
+            raise ProtocolError(ErrorCode.NOT_READY, str(session.state), retry_ms=1_000)
+        match message:
+            case p.Prompt():
+                prompt = p.clean_prompt(message.text)
+                self._prompts[message.id] = prompt
+                self.seat.send(SetPrompt(id=message.id, prompt=prompt))
+            case p.Reset():
+                start = None
+                if message.scene is not None or message.image_id is not None:
+                    start = self._around.start_from(message.scene, message.image_id)
+                prompt_or_none = None if message.prompt is None else p.clean_prompt(message.prompt)
+                self.seat.mailbox.clear()
+                self._photons.clear()
+                self.seat.send(
+                    Reset(id=message.id, start=start, prompt=prompt_or_none, seed=message.seed)
+                )
+            case p.Pause():
+                if session.state is not SessionState.PAUSED:
+                    registry.transition(session, Event.PAUSE, message.reason or "user", now_s)
+            case p.Resume():
+                if session.state is not SessionState.RUNNING:
+                    registry.transition(session, Event.PLAY, message.reason or "user", now_s)
+            case p.Step():
+                if session.state is not SessionState.PAUSED:
+                    registry.transition(session, Event.PAUSE, "step", now_s)
+                self.seat.send(StepOnce(id=message.id))
+
+    def _presented(self, act_seq: int) -> None:
+        """Playback of a chunk begins that shows every action up to `act_seq`."""
+        while self._arrivals and self._arrivals[0][0] <= act_seq:
+            waited_ms = wall_ms() - self._arrivals.popleft()[1]
+            self._around.metrics.present_s.observe(max(0.0, waited_ms) / 1e3)
+
+    def _shown(self, viewer: Viewer, message: p.Shown) -> None:
+        metrics = self._around.metrics
+        metrics.frames_shown.inc(len(message.frames))
+        if viewer.is_player:
+            for latency_ms in self._photons.shown(message.frames):
+                metrics.photon_s.labels(transport=viewer.transport).observe(latency_ms / 1e3)
+
+    # ---- reports of the worker
+
+    def on_report(self, report: Report, release: Callable[[int], None]) -> None:
+        """Act on a report that belongs to this session.
+
+        Args:
+            report: of the worker.
+            release: frees a slot of the ring.
+        """
+        metrics = self._around.metrics
+        match report:
+            case FrameReady():
+                self._frame(report, release)
+            case SessionStarted():
+                self._started(report)
+            case ChunkStarted():
+                if self._last_act_ms:
+                    self._act_lag_ms = max(0.0, report.latch_ms - self._last_act_ms)
+                    metrics.latch_age_s.observe(self._act_lag_ms / 1e3)
+            case ChunkDone():
+                made_ms = report.total_ms - report.ring_wait_ms
+                self._gen_ms = made_ms
+                metrics.chunk_s.observe(made_ms / 1e3)
+                metrics.denoise_s.observe(sum(report.denoise_ms) / 1e3)
+                metrics.refresh_s.observe(report.refresh_ms / 1e3)
+                metrics.decode_s.observe(report.decode_ms / 1e3)
+                metrics.ring_wait_s.observe(report.ring_wait_ms / 1e3)
+                if self.transports.media is not None:
+                    self.transports.media.note_chunk(made_ms, FRAMES_PER_CHUNK)
+            case Applied():
+                self._applied(report)
+            case Loading():
+                self.broadcast(
+                    p.Loading(stage=report.stage, percent=report.percent, seconds=report.seconds)
+                )
+            case Failed():
+                self._failed(report)
+            case _:
+                pass
+
+    def _failed(self, report: Failed) -> None:
+        log.error("session_failed", code=str(report.code), detail=report.detail)
+        code = _ERROR_OF_FAILURE[report.code]
+        session = self.session
+        is_worker = report.code in (FailureCode.WORKER_DIED, FailureCode.GEN_TIMEOUT)
+        if report.is_fatal or not is_worker:
+            self.fail(code)
+            return
+        # The worker starts again and brings the world back from its trace.
+        self._around.metrics.worker_restarts.inc()
+        self.broadcast(p.Warn(code=str(code), msg=p.ERROR_TEXT[code] + " It starts again."))
+        self._plays_after_restart = session.state is SessionState.RUNNING
+        self._around.registry.transition(session, Event.RESTART, str(code), time.monotonic())
+
+    def fail(self, code: ErrorCode) -> None:
+        """End the session with an error."""
+        self._around.registry.transition(
+            self.session, Event.FAIL, str(code), time.monotonic(), code
+        )
+
+    def _frame(self, report: FrameReady, release: Callable[[int], None]) -> None:
+        metrics, meta, seat = self._around.metrics, report.meta, self.seat
+        media = self.transports.media
+        if media is None or seat is None or meta.epoch < self.session.world.epoch:
+            metrics.frames_stale.inc()
+            release(report.slot)
+            return
+        metrics.frames_made.inc()
+        self._photons.made(meta.frame_id, meta.act_seq)
+        media.publish(seat.read(report.slot), meta, lambda: release(report.slot))
+        if self.session.state in (SessionState.WARMING, SessionState.GRACE):
+            self._first_frame()
+
+    def _first_frame(self) -> None:
+        session, now_s = self.session, time.monotonic()
+        if session.state is SessionState.GRACE and (
+            session.before_grace is not SessionState.WARMING
+        ):
+            return
+        self._around.registry.transition(session, Event.FIRST_FRAME, "first picture", now_s)
+        if self._plays_after_restart and session.state is SessionState.READY:
+            self._plays_after_restart = False
+            self._around.registry.transition(session, Event.PLAY, "worker is back", now_s)
+
+    def _started(self, report: SessionStarted) -> None:
+        self.trace = report
+        image_id = None
+        if report.start.image_path is not None:
+            image_id = report.start.image_path.rsplit("/", 1)[-1].partition(".")[0]
+        self.session.world = p.WorldInfo(
+            scene=report.start.scene,
+            image_id=image_id,
+            prompt=report.prompt,
+            seed=report.seed,
+            epoch=report.epoch,
+        )
+        if self.transports.media is not None:
+            self.transports.media.set_epoch(report.epoch)
+        if report.epoch:
+            self._around.metrics.epochs.inc()
+        if not report.is_same_world:
+            self.broadcast(p.Warn(code="OTHER_WORLD", msg="The world came back changed."))
+        log.info("session_started", epoch=report.epoch, restored=report.restored_chunk_count)
+
+    def _applied(self, report: Applied) -> None:
+        prompt = self._prompts.pop(report.id, None)
+        if prompt is not None:
+            self.session.world = self.session.world.model_copy(update={"prompt": prompt})
+        self.broadcast(p.Applied(id=report.id, chunk=report.chunk, epoch=report.epoch))
+
+    # ---- what viewers are told
+
+    def on_change(self, change: Change) -> None:
+        """The session's state changed: tell the worker and everybody."""
+        self.broadcast(self._state())
+        if self.seat is None:
+            return
+        if change.new is SessionState.RUNNING:
+            self.seat.send(Resume())
+        elif change.old is SessionState.RUNNING and change.new in (
+            SessionState.PAUSED,
+            SessionState.GRACE,
+        ):
+            self.seat.mailbox.clear()
+            self.seat.send(Pause())
+
+    def broadcast(self, message: BaseModel) -> None:
+        """Send to everybody in the room."""
+        for viewer in self.viewers.values():
+            viewer.socket.send(message)
+
+    def tell_queue(self, position: int, length: int, eta_s: float) -> None:
+        """Tell the place in the queue where it changed."""
+        told = self._queue_told
+        if told is None or (told.pos, told.len) != (position, length):
+            self._queue_told = p.Queue(pos=position, len=length, eta_s=round(eta_s))
+            self.broadcast(self._queue_told)
+
+    def tell_stats(self) -> None:
+        """Send the figures of the last second."""
+        stats = self.transports.stats()
+        if stats is None:
+            return
+        for viewer in self.viewers.values():
+            viewer.socket.send(
+                p.Stats(
+                    gen_ms=self._gen_ms,
+                    queue_frames=stats.queue_frames,
+                    fps_out=stats.fps_out,
+                    encode_ms=stats.encode_ms,
+                    kbps=stats.kbps,
+                    act_lag_ms=self._act_lag_ms,
+                    dropped=stats.overflow_count + self.transports.dropped_count(viewer),
+                    viewers=len(self.viewers),
+                )
+            )
+
+    def _welcome(self, viewer: Viewer) -> p.Welcome:
+        around, settings = self._around, self._around.settings
+        return p.Welcome(
+            session=self.session.id,
+            role=viewer.role,
+            resume_token=self.session.resume_token if viewer.is_player else None,
+            video=around.video,
+            chunk=p.ChunkInfo(first=FRAMES_PER_CHUNK, next=FRAMES_PER_CHUNK),
+            latch_ms=FRAMES_PER_CHUNK / around.video.fps * 1e3,
+            ice=settings.ice_servers,
+            limits=around.limits,
+            world=self.session.world,
+            last_seq=self._input.last_seq,
+            hb_ms=settings.hb_ms,
+            st=wall_ms(),
+        )
+
+    def _state(self) -> p.State:
+        held_s = time.monotonic() - self.session.since_s
+        return p.State(
+            state=self.session.state, reason=self.session.reason, since=wall_ms() - held_s * 1e3
+        )
+
+    def _players(self) -> list[Viewer]:
+        return [viewer for viewer in self.viewers.values() if viewer.is_player]
+
+
+_PLAYABLE = (SessionState.READY, SessionState.RUNNING, SessionState.PAUSED)

@@ -1,0 +1,178 @@
+"""`worldstream serve`: checks, then the live service until a signal ends it.
+
+Owns what is said in the terminal and the order of ending. Invariants: what can be checked without
+the model is checked before it loads; SIGTERM and Ctrl-C tell viewers, then end everything within
+seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from pydantic import SecretStr
+
+from engine.config import preset
+from engine.errors import CheckpointError, ConfigError, DeviceError, UnsupportedError
+from stream import protocol
+from stream.app import create_app
+from stream.jobs import check_writable
+from stream.live import Live, spec_of
+from stream.settings import ServerSettings
+
+SHUTDOWN_LIMIT_S = 5
+PROGRESS_S = 0.5
+
+
+class LiveServer(uvicorn.Server):
+    """Server that lets the service say goodbye before it closes connections."""
+
+    def __init__(self, config: uvicorn.Config, live: Live) -> None:
+        super().__init__(config)
+        self._live = live
+        self._told = ""
+        self._begin_s = time.monotonic()
+        self._is_up = False
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: tell the progress of loading."""
+        if counter % int(PROGRESS_S * 10) == 0 and not self._is_up:
+            self._tell()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tell viewers, end sessions and workers, then close connections."""
+        await self._live.close()
+        await super().shutdown(sockets)
+
+    def _tell(self) -> None:
+        loading = self._live.loading
+        if self._live.is_ready:
+            self._is_up = True
+            _say(f"ready after {time.monotonic() - self._begin_s:.1f} s")
+            print(page_url(self._live.settings), flush=True)
+        elif loading is not None:
+            text = f"{loading.stage}, {loading.percent:.0f} %"
+            if text != self._told:
+                self._told = text
+                _say(f"{text} ({time.monotonic() - self._begin_s:.1f} s)")
+
+
+def serve(settings: ServerSettings) -> None:
+    """Run the service until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: a setting cannot work here.
+        DeviceError: the port is taken, or the worker cannot run.
+        CheckpointError: weights are missing.
+        UnsupportedError: the preset makes no frames.
+    """
+    settings = with_token(settings)
+    check(settings)
+    listener = bind(settings)
+    lost: list[str] = []
+
+    def stop(reason: str) -> None:
+        lost.append(reason)
+        server.should_exit = True
+
+    for chatty in ("aioice", "aiortc", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    live = Live(settings, on_lost=stop)
+    server = LiveServer(uvicorn_config(create_app(live), settings), live)
+    if not settings.is_loopback and not settings.trusted_proxies:
+        _say("warning: other machines can connect, and nothing is encrypted; put TLS in front")
+    _say(f"starting {settings.preset} on {settings.host}:{settings.port}")
+    with listener:
+        server.run(sockets=[listener])
+    if lost:
+        raise DeviceError(f"worker: {lost[0]}")
+
+
+def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    """Limits of the protocol as the HTTP server wants them."""
+    proxies = settings.trusted_proxies
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        ws_max_size=protocol.MESSAGE_LIMIT_BYTES,
+        ws_max_queue=32,
+        ws_ping_interval=5.0,
+        ws_ping_timeout=settings.dead_s,
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=proxies or None,
+        server_header=False,
+    )
+
+
+def check(settings: ServerSettings) -> None:
+    """Refuse what cannot work, before anything heavy is loaded.
+
+    Raises:
+        ConfigError: unknown preset or weights, a folder that takes no files, H.264 missing.
+        CheckpointError: weights are missing.
+        UnsupportedError: the preset makes no frames.
+    """
+    if settings.preset == "h3_33b" and not settings.renderer:
+        raise UnsupportedError("preset: h3_33b has no decoder yet; allowed: mini, tiny")
+    spec = spec_of(settings)
+    found = preset(spec.preset)
+    if spec.source == "model" and spec.weights != "random":
+        folder = found.weights if spec.weights == "shipped" else Path(spec.weights)
+        if folder is None or not folder.is_dir():
+            raise CheckpointError(f"weights: {folder} is no folder")
+    if settings.record is not None:
+        Path(settings.record).mkdir(parents=True, exist_ok=True)
+        check_writable(Path(settings.record), "record")
+    import av
+
+    if "libx264" not in av.codecs_available:
+        raise ConfigError("codec: this build of PyAV has no libx264; install one that has it")
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Open the port.
+
+    Raises:
+        DeviceError: taken, not allowed, or no such address.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        where = f"{settings.host}:{settings.port}"
+        raise DeviceError(f"port: cannot open {where}: {error.strerror or error}") from error
+    return listener
+
+
+def with_token(settings: ServerSettings) -> ServerSettings:
+    """Make up an access token where others can reach the service and none was given."""
+    if settings.token is not None or settings.is_loopback:
+        return settings
+    return settings.model_copy(update={"token": SecretStr(secrets.token_urlsafe(24))})
+
+
+def page_url(settings: ServerSettings) -> str:
+    """URL to open; a token travels in its fragment, which browsers keep to themselves."""
+    is_any = settings.host in ("0.0.0.0", "::")
+    host = socket.gethostname() if is_any else settings.host
+    host = f"[{host}]" if ":" in host else host
+    token = "" if settings.token is None else f"#token={settings.token.get_secret_value()}"
+    return f"http://{host}:{settings.port}/{token}"
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,175 @@
+"""Settings of the live service: options of `worldstream serve` and `WORLDSTREAM_*` variables.
+
+Owns every default and range. Invariants: a value of the command line wins over the environment,
+which wins over the default; a wrong one is refused in one line that names what is allowed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from engine.errors import ConfigError
+from stream.protocol import IceServer
+
+ENV_PREFIX = "WORLDSTREAM_"
+
+
+class ServerSettings(BaseSettings):
+    """Everything that the service can be told. Times are in the unit of the name."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
+    )
+
+    preset: Literal["mini", "h3_33b", "tiny"] = "mini"
+    renderer: bool = False
+    """True frames of the ray-caster in place of the model's."""
+    weights: str = "shipped"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    scene: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")] = "meadow-forest"
+    """What a session begins with that names nothing."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names besides the address itself under which browsers may reach the service."""
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """Origins of other pages that may use it, such as https://example.org."""
+    trusted_proxies: str = ""
+    """Addresses whose X-Forwarded-* headers count, with commas between them."""
+    token: SecretStr | None = None
+    """Needed by whoever creates a session; made up and printed when bound to the outside."""
+
+    ice_server: Annotated[tuple[str, ...], NoDecode] = ()
+    """stun:host:port or turn:user:password@host:port?transport=tcp."""
+    udp_ports: Annotated[tuple[int, int] | None, NoDecode] = None
+    """First and last UDP port for media, as A-B."""
+    bit_rate_kbps: Annotated[int, Field(ge=100, le=50_000)] = 2_000
+    webrtc: bool = True
+
+    record: str | None = None
+    """Folder that keeps traces and recordings; without it they live as long as the session."""
+    max_sessions: Annotated[int, Field(ge=1, le=8)] = 1
+    """Worlds at a time; each has a worker process of its own."""
+    max_queue: Annotated[int, Field(ge=0, le=1_000)] = 16
+    max_viewers: Annotated[int, Field(ge=0, le=64)] = 8
+    """For each session, the player not counted."""
+
+    hb_ms: Annotated[int, Field(ge=200, le=10_000)] = 2_000
+    dead_s: Annotated[float, Field(ge=1, le=60)] = 10.0
+    grace_s: Annotated[float, Field(ge=0, le=600)] = 30.0
+    idle_pause_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
+    idle_ready_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
+    idle_paused_s: Annotated[float, Field(ge=1, le=86_400)] = 300.0
+    warm_up_s: Annotated[float, Field(ge=1, le=3_600)] = 120.0
+    queue_s: Annotated[float, Field(ge=1, le=86_400)] = 600.0
+    queue_gone_s: Annotated[float, Field(ge=1, le=600)] = 15.0
+    max_duration_s: Annotated[float, Field(ge=10, le=86_400)] = 1_800.0
+    key_refresh_ms: Annotated[int, Field(ge=10, le=1_000)] = 50
+    key_stale_ms: Annotated[int, Field(ge=100, le=10_000)] = 500
+    jit_margin_ms: Annotated[float, Field(ge=0, le=1_000)] = 40.0
+    kf_min_ms: Annotated[int, Field(ge=50, le=10_000)] = 500
+    ladder_direct_s: Annotated[float, Field(ge=0.5, le=60)] = 3.0
+    ladder_relay_s: Annotated[float, Field(ge=0.5, le=60)] = 5.0
+
+    image_limit_bytes: Annotated[int, Field(ge=1_024, le=64 * 2**20)] = 8 * 2**20
+    messages_per_s: Annotated[int, Field(ge=10, le=10_000)] = 200
+    sessions_per_min: Annotated[int, Field(ge=1, le=10_000)] = 10
+    sockets_per_address: Annotated[int, Field(ge=1, le=10_000)] = 4
+
+    @field_validator("allowed_hosts", "allowed_origins", "ice_server", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("ice_server")
+    @classmethod
+    def _check_ice(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            parse_ice_server(each)
+        return value
+
+    @field_validator("udp_ports", mode="before")
+    @classmethod
+    def _parse_ports(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        first, dash, last = value.partition("-")
+        if not (dash and first.isdigit() and last.isdigit()):
+            raise ValueError("allowed: A-B, such as 50000-50100")
+        return (int(first), int(last))
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> Self:
+        if self.udp_ports is not None:
+            first, last = self.udp_ports
+            if not 1024 <= first <= last <= 65535:
+                raise ValueError(f"udp_ports: {first}-{last}; allowed: 1024 <= A <= B <= 65535")
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def ice_servers(self) -> tuple[IceServer, ...]:
+        """The ICE servers as browsers want them."""
+        return tuple(parse_ice_server(each) for each in self.ice_server)
+
+    def printable(self) -> str:
+        """All settings as JSON, secrets left out."""
+        values = self.model_dump(mode="json")
+        values["ice_server"] = [each.partition("@")[2] or each for each in self.ice_server]
+        return json.dumps(values, indent=2)
+
+
+def parse_ice_server(text: str) -> IceServer:
+    """Read `stun:host:port` or `turn:user:password@host:port?transport=tcp`.
+
+    Raises:
+        ValueError: another scheme, no host, or a TURN server without user and password.
+    """
+    scheme, colon, rest = text.partition(":")
+    if scheme not in ("stun", "stuns", "turn", "turns") or not colon or not rest:
+        raise ValueError("allowed: stun:host:port or turn:user:password@host:port?transport=tcp")
+    credentials, at, address = rest.rpartition("@")
+    if scheme in ("stun", "stuns"):
+        return IceServer(urls=(text,))
+    user, colon, password = credentials.partition(":")
+    if not (at and user and colon and password and address):
+        raise ValueError("a TURN server needs user:password@ before its host")
+    return IceServer(urls=(f"{scheme}:{address}",), username=user, credential=password)
+
+
+def load_settings(**given: Any) -> ServerSettings:
+    """Return the settings: the values given that are not None, else environment, else defaults.
+
+    Raises:
+        ConfigError: names the setting, its value and what is allowed.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        return ServerSettings(**chosen)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"]) or "settings"
+        reason = str(first["msg"]).removeprefix("Value error, ")
+        reason = reason.replace("Input should be", "allowed:")
+        value = "" if name in ("token", "ice_server") else f" {str(first['input'])[:60]!r};"
+        if name == "settings":
+            raise ConfigError(reason) from None
+        raise ConfigError(f"{name}:{value} {reason}") from None

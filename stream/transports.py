@@ -1,0 +1,219 @@
+"""Transports of one session: its media, and the way to each of its viewers.
+
+Owns the media, offers under way, the choice between WebRTC and WebSocket video. Invariant: whatever
+a viewer had is freed when it leaves or the session ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+
+import structlog
+
+from stream import protocol as p
+from stream.chunk_notice import ChunkNotice
+from stream.media import Media
+from stream.media_events import MediaEvents, MediaStats
+from stream.peer import OfferError
+from stream.protocol import ErrorCode, ProtocolError
+from stream.video_encoder import Codec
+from stream.viewer import Surroundings, Viewer
+
+log = structlog.get_logger(__name__)
+
+
+class Transports(MediaEvents):
+    """The ways of one session's frames.
+
+    Args:
+        viewers: of the session, by id; changed by its owner.
+        around: what sessions share.
+        on_presented: playback of a chunk begins; with the newest action that it shows.
+    """
+
+    def __init__(
+        self,
+        viewers: Mapping[str, Viewer],
+        around: Surroundings,
+        on_presented: Callable[[int], None],
+    ) -> None:
+        self.media: Media | None = None
+        self._viewers = viewers
+        self._around = around
+        self._on_presented = on_presented
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._overflow_seen = 0
+
+    def start(self, recording: Path) -> None:
+        """Make the media, and record what it shows."""
+        video = self._around.video
+        self.media = Media(video.w, video.h, video.fps, self._around.media, events=self)
+        self.media.record(recording)
+        self.media.start()
+        for viewer in self._viewers.values():
+            if viewer.ws_codec is not None:
+                self._add_ws(viewer, viewer.ws_codec)
+
+    def welcome(self, viewer: Viewer) -> None:
+        """Tell a viewer who joins about the chunk that is being shown."""
+        if self.media is not None and self.media.notice is not None:
+            viewer.socket.send(_chunk(self.media.notice, viewer))
+
+    def leave(self, viewer: Viewer) -> None:
+        """Free what a viewer had."""
+        if viewer.negotiation is not None:
+            viewer.negotiation.cancel()
+        if self.media is not None:
+            self.media.remove(viewer.id)
+
+    async def close(self) -> None:
+        """Free everything."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self.media is not None:
+            await self.media.close()
+
+    def acknowledge(self, viewer: Viewer, frame_id: int) -> None:
+        """A frame was drawn or dropped."""
+        if self.media is not None:
+            self.media.acknowledge(viewer.id, frame_id)
+
+    def want_keyframe(self, viewer: Viewer) -> None:
+        """Let a viewer have a keyframe soon."""
+        if self.media is not None and viewer.keyframes.take(time.monotonic()):
+            self._around.metrics.keyframes.labels(cause="client").inc()
+            self.media.request_keyframe(viewer.id)
+
+    def stats(self) -> MediaStats | None:
+        """Figures of now; what was dropped since the last call is counted."""
+        if self.media is None:
+            return None
+        stats = self.media.stats()
+        drops = self._around.metrics.drops.labels(where="media_queue")
+        drops.inc(stats.overflow_count - self._overflow_seen)
+        self._overflow_seen = stats.overflow_count
+        return stats
+
+    def dropped_count(self, viewer: Viewer) -> int:
+        """Frames that this viewer did not get."""
+        return 0 if self.media is None else self.media.dropped_count(viewer.id)
+
+    def offer(self, viewer: Viewer, offer: p.RtcOffer) -> None:
+        """Answer an offer in the background.
+
+        Raises:
+            ProtocolError: RTC_FAILED, NOT_READY, RATE_LIMIT.
+        """
+        if not self._around.settings.webrtc:
+            raise ProtocolError(ErrorCode.RTC_FAILED, "switched off")
+        if self.media is None:
+            raise ProtocolError(ErrorCode.NOT_READY, "no media yet", retry_ms=1_000)
+        if viewer.negotiation is not None and not viewer.negotiation.done():
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "offer under way", retry_ms=1_000)
+        if not viewer.offers.take(time.monotonic()):
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "offers", retry_ms=2_000)
+        viewer.negotiation = self._spawn(self._answer(self.media, viewer, offer), "rtc answer")
+
+    async def _answer(self, media: Media, viewer: Viewer, offer: p.RtcOffer) -> None:
+        try:
+            answer = await media.add_webrtc(viewer.id, offer.gen, offer.sdp)
+        except OfferError as error:
+            log.info("offer_refused", code=error.code, detail=error.detail)
+            viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
+            return
+        viewer.socket.send(p.RtcAnswer(gen=offer.gen, sdp=answer.sdp, codec=str(answer.codec)))
+
+    def candidate(self, viewer: Viewer, message: p.RtcCandidate) -> None:
+        """Take one more ICE candidate in the background."""
+        if self.media is not None:
+            self._spawn(self._add_candidate(self.media, viewer, message), "rtc candidate")
+
+    async def _add_candidate(self, media: Media, viewer: Viewer, message: p.RtcCandidate) -> None:
+        # The offer that it belongs to may still be in hand.
+        if viewer.negotiation is not None:
+            await asyncio.wait((viewer.negotiation,))
+        try:
+            await media.add_candidate(
+                viewer.id, message.gen, message.candidate, message.mid, message.mline
+            )
+        except OfferError as error:
+            viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
+
+    def choose(self, viewer: Viewer, message: p.Media) -> None:
+        """Change a viewer's transport."""
+        if message.transport == "webrtc":
+            viewer.ws_codec = None
+            return  # an offer follows; what the viewer has now goes on until it stands
+        viewer.ws_codec = Codec(message.codec or "jpeg")
+        if self.media is not None:
+            self._add_ws(viewer, viewer.ws_codec)
+
+    def _add_ws(self, viewer: Viewer, codec: Codec) -> None:
+        assert self.media is not None
+        drops = self._around.metrics.drops.labels(where="socket")
+
+        def send(frame: bytes) -> None:
+            if not viewer.socket.send_video(frame):
+                drops.inc()
+
+        self._chose(viewer, f"ws-{codec}")
+        self.media.add_ws(viewer.id, codec, send)
+
+    def _chose(self, viewer: Viewer, transport: str) -> None:
+        viewer.transport = transport
+        self._around.metrics.fallbacks.labels(transport=transport).inc()
+
+    def on_chunk(self, notice: ChunkNotice) -> None:
+        """Tell every viewer when the frames of a chunk are due."""
+        for viewer in self._viewers.values():
+            viewer.socket.send(_chunk(notice, viewer))
+        if notice.act:
+            self._on_presented(notice.act[-1][1])
+
+    def on_origin(self, viewer_id: str, gen: int, origin: int) -> None:
+        """Tell a viewer how its RTP timestamps count."""
+        viewer = self._viewers.get(viewer_id)
+        if viewer is not None:
+            viewer.socket.send(p.RtcOrigin(gen=gen, origin=origin))
+
+    def on_peer_state(self, viewer_id: str, gen: int, state: str) -> None:
+        """Note which transport a viewer has."""
+        viewer = self._viewers.get(viewer_id)
+        if viewer is None:
+            return
+        if state == "connected":
+            self._chose(viewer, "webrtc")
+        elif state == "failed":
+            viewer.socket.send(p.err(ErrorCode.RTC_FAILED))
+
+    def on_encoded(self, codec: Codec, encode_ms: float, size_bytes: int) -> None:
+        """Count the cost of a picture."""
+        self._around.metrics.encode_s.observe(encode_ms / 1e3)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _chunk(notice: ChunkNotice, viewer: Viewer) -> p.Chunk:
+    return p.Chunk(
+        k=notice.k,
+        epoch=notice.epoch,
+        first=notice.first,
+        n=notice.n,
+        pts0=notice.pts0,
+        dpts=notice.dpts,
+        pts=notice.pts,
+        act=notice.act if viewer.is_player else None,
+        times=p.ChunkTimes(
+            latch=notice.latch,
+            gen0=notice.gen0_ms,
+            gen1=notice.gen1_ms,
+            enq=notice.enq_ms,
+        ),
+    )

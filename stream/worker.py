@@ -1,0 +1,497 @@
+"""The worker process: owns the model, takes actions, fills the ring, reports.
+
+Owns the loop of a session, the moment at which a chunk starts, and the clock of the heartbeat.
+Invariants: commands act between chunks (those that end what is under way also between frames); an
+action is taken right before the model runs; a chunk starts as late as its cost allows without a gap
+in playback. Importing this module loads no torch; `run_worker` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from engine.config import preset
+from engine.errors import ConfigError, UnsupportedError, WorldStreamError
+from stream.actions import ActionMailbox, wall_ms
+from stream.chunk_schedule import ChunkSchedule
+from stream.command_inbox import CommandInbox, merge_resets
+from stream.frames import NO_CHUNK, FrameMeta, FrameRing, RingCancelledError, RingHandle
+from stream.jobs import Start, read_start
+from stream.live_rollout import LiveRollout, OutputError, trace_file
+from stream.session import Session
+from stream.trace import read_trace
+from stream.worker_messages import (
+    Applied,
+    ChunkDone,
+    ChunkStarted,
+    Command,
+    EndSession,
+    Failed,
+    FailureCode,
+    FrameReady,
+    Heartbeat,
+    Loading,
+    Pause,
+    Ready,
+    Report,
+    Reset,
+    Resume,
+    SessionEnded,
+    SessionStarted,
+    SetPrompt,
+    Shutdown,
+    StartFrom,
+    StartSession,
+    StepOnce,
+    WorkerConfig,
+)
+from stream.world_source import LoadedWorlds, OpenSource, WorldSource
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from stream.session import World
+
+HEARTBEAT_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+def run_worker(
+    config: WorkerConfig,
+    connection: Connection,
+    mailbox_name: str,
+    ring_handle: RingHandle,
+    open_source: OpenSource = LoadedWorlds,
+) -> None:
+    """Serve until `Shutdown` or the end of the pipe. The target of the process.
+
+    Args:
+        config: what it serves.
+        connection: the worker's end of the pipe.
+        mailbox_name: of the actions.
+        ring_handle: of the frames.
+        open_source: makes the worlds; picklable by name.
+    """
+    # Ctrl-C reaches the whole group: the parent decides, and says Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    camera = preset(config.world.preset).model.camera
+    mailbox = ActionMailbox.attach(mailbox_name, camera, stale_ms=config.stale_ms)
+    ring = FrameRing.attach(ring_handle)
+    try:
+        worker = Worker(config, connection, mailbox, ring, open_source)
+        signal.signal(signal.SIGTERM, lambda number, frame: worker.stop())
+        worker.run()
+    finally:
+        mailbox.close()
+        ring.close()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Live:
+    """The session in hand."""
+
+    session_id: str
+    epoch: int
+    start: StartFrom
+    prompt: str | None
+    seed: int
+    next_frame_id: int
+    is_paused: bool
+    is_single_step: bool = False
+    rollout: LiveRollout | None = None
+
+
+class Worker:
+    """One model, one session at a time."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        connection: Connection,
+        mailbox: ActionMailbox,
+        ring: FrameRing,
+        open_source: OpenSource,
+    ) -> None:
+        self._config = config
+        self._connection = connection
+        self._mailbox = mailbox
+        self._ring = ring
+        self._open_source = open_source
+        self._inbox = CommandInbox(connection, ring)
+        self._send_lock = threading.Lock()
+        self._is_done = threading.Event()
+        self._source: WorldSource | None = None
+        self._worlds: tuple[StartFrom, Start, World] | None = None
+        self._live: _Live | None = None
+        self._schedule = ChunkSchedule(config.fps, config.jit_margin_ms / 1000.0)
+        self._busy_since_s: float | None = None
+
+    def stop(self) -> None:
+        """Ask for the end, after the frame in hand; from any thread or a signal handler."""
+        self._inbox.put(Shutdown())
+
+    def run(self) -> None:
+        """Load, then serve."""
+        self._inbox.start()
+        beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        beat.start()
+        try:
+            if self._load():
+                while not self._is_done.is_set():
+                    self._turn()
+        finally:
+            self._is_done.set()
+            beat.join(2 * HEARTBEAT_S)
+            self._end_session()
+            if self._source is not None:
+                self._source.close()
+
+    def _load(self) -> bool:
+        try:
+            self._warm_up()
+        except (WorldStreamError, OSError, MemoryError) as error:
+            self._report_failure(FailureCode.LOAD_FAILED, error, is_fatal=True)
+            return False
+        return True
+
+    def _warm_up(self) -> None:
+        """Load, and fill a window once, so that the first visitor waits for neither."""
+        begin_s = time.monotonic()
+
+        def progress(stage: str, percent: float) -> None:
+            seconds = time.monotonic() - begin_s
+            self._report(Loading(stage=stage, percent=percent, seconds=seconds))
+
+        progress("loading the model", 0.0)
+        if self._config.thread_count is not None:
+            import torch
+
+            torch.set_num_threads(self._config.thread_count)
+        from engine.types import Action
+
+        spec = self._config.world
+        self._source = self._open_source(spec)
+        world = self._open(StartFrom(scene=self._config.warm_up_scene))[1]
+        if not world.has_frames:
+            raise UnsupportedError(f"preset {spec.preset} has no decoder: it makes latents only")
+        session = Session(world, prompt="", seed=0)
+        is_model = spec.source == "model"
+        count = preset(spec.preset).model.window_chunks + 1 if is_model else 1
+        for done in range(count):
+            if self._inbox.has_shutdown:
+                self._is_done.set()
+                return
+            progress("warming up", 40.0 + 60.0 * done / count)
+            chunk_begin_s = time.monotonic()
+            for _ in session.step(Action.still()):
+                pass
+            chunk_s = time.monotonic() - chunk_begin_s
+        self._schedule.chunk_made(chunk_s)
+        self._report(
+            Ready(
+                device=world.device,
+                dtype=world.dtype,
+                model_hash=world.model_hash,
+                width_px=world.geometry.width_px,
+                height_px=world.geometry.height_px,
+                fps=self._config.fps,
+                chunk_ms=chunk_s * 1000.0,
+            )
+        )
+
+    def _turn(self) -> None:
+        """Commands, then a chunk if it is time for one."""
+        for command, ids in merge_resets(self._inbox.take(self._wait_s())):
+            self._guarded(partial(self._apply, command, ids))
+        if self._is_done.is_set() or self._wait_s() != 0.0:
+            return
+        self._guarded(self._make_chunk)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Run work for the session; what it raises ends the session, not the worker."""
+        try:
+            work()
+        except RingCancelledError:
+            pass
+        except OutputError as error:
+            self._fail(error.code, error)
+        except ConfigError as error:
+            self._fail(FailureCode.BAD_START, error)
+        # A step may raise anything that torch, the driver or the disk raise; the worker must live
+        # on to say so.
+        except Exception as error:
+            _log.exception("session_failed")
+            self._fail(FailureCode.GEN_FAILED, error)
+
+    def _fail(self, code: FailureCode, error: Exception) -> None:
+        self._report_failure(code, error)
+        self._worlds = None
+        self._end_session()
+
+    def _report_failure(
+        self, code: FailureCode, error: Exception, *, is_fatal: bool = False
+    ) -> None:
+        session_id = None if self._live is None else self._live.session_id
+        detail = f"{type(error).__name__}: {error}"
+        self._report(Failed(session_id=session_id, code=code, is_fatal=is_fatal, detail=detail))
+
+    def _wait_s(self) -> float | None:
+        """How long nothing has to be made; None while there is nothing to make."""
+        live = self._live
+        if live is None or live.rollout is None or live.is_paused:
+            return None
+        if live.is_single_step:
+            return 0.0
+        return self._schedule.wait_s(self._ring.taken_count, time.monotonic())
+
+    def _apply(self, command: Command, ids: tuple[int, ...]) -> None:
+        live = self._live
+        match command:
+            case StartSession():
+                self._start_session(command)
+            case Shutdown():
+                self._is_done.set()
+            case EndSession():
+                self._end_session()
+            case _ if live is None:
+                return
+            case Reset():
+                if command.start is not None:
+                    live.start, live.prompt = command.start, None
+                live.prompt = live.prompt if command.prompt is None else command.prompt
+                live.seed = live.seed if command.seed is None else command.seed
+                live.epoch += 1
+                self._begin_rollout(live)
+                for number in ids:
+                    self._report(Applied(id=number, epoch=live.epoch, chunk=0))
+            case SetPrompt():
+                assert live.rollout is not None
+                live.rollout.switch_prompt(command.prompt)
+                live.prompt = command.prompt
+                chunk = live.rollout.chunk_index
+                self._report(Applied(id=command.id, epoch=live.epoch, chunk=chunk))
+            case Pause():
+                live.is_paused = True
+            case Resume():
+                live.is_paused = live.is_single_step = False
+            case StepOnce():
+                assert live.rollout is not None
+                live.is_paused, live.is_single_step = False, True
+                chunk = live.rollout.chunk_index
+                self._report(Applied(id=command.id, epoch=live.epoch, chunk=chunk))
+
+    def _start_session(self, command: StartSession) -> None:
+        self._end_session()
+        self._live = _Live(
+            session_id=command.session_id,
+            epoch=command.epoch,
+            start=command.start,
+            prompt=command.prompt,
+            seed=command.seed,
+            next_frame_id=command.first_frame_id,
+            is_paused=command.is_paused,
+        )
+        if command.resume_trace is None:
+            self._begin_rollout(self._live)
+        else:
+            self._restore(self._live, command)
+
+    def _begin_rollout(self, live: _Live) -> None:
+        """Show the first picture of a new epoch."""
+        rollout = self._new_rollout(live)
+        self._report_start(live, rollout)
+        self._show(live, self._first_picture(live.start))
+
+    def _restore(self, live: _Live, command: StartSession) -> None:
+        """Bring a rollout back from its trace and show where it was left."""
+        assert command.resume_trace is not None
+        trace = read_trace(command.resume_trace)
+        live.prompt, live.seed = trace.header.prompt, trace.header.seed
+        rollout = self._new_rollout(live)
+        begin_s = time.monotonic()
+        is_same = True
+        for done, same in enumerate(rollout.restore(trace, lambda: self._inbox.is_interrupted), 1):
+            is_same = is_same and same
+            percent = 100.0 * done / len(trace.chunks)
+            seconds = time.monotonic() - begin_s
+            self._report(Loading(stage="restoring the world", percent=percent, seconds=seconds))
+        live.prompt = rollout.prompt
+        self._report_start(live, rollout, rollout.chunk_index, is_same=is_same)
+        frame_HWC = rollout.last_frame_HWC
+        self._show(live, self._first_picture(live.start) if frame_HWC is None else frame_HWC)
+
+    def _new_rollout(self, live: _Live) -> LiveRollout:
+        from stream.worlds import default_prompt
+
+        if live.rollout is not None:
+            live.rollout.end()
+        start, world = self._open(live.start)
+        if live.prompt is None:
+            live.prompt = default_prompt(start)
+        live.rollout = LiveRollout(
+            self._config.world,
+            world,
+            start,
+            prompt=live.prompt,
+            seed=live.seed,
+            trace_path=trace_file(self._config.trace_folder, live.session_id, live.epoch),
+        )
+        self._schedule.restart()
+        return live.rollout
+
+    def _report_start(
+        self, live: _Live, rollout: LiveRollout, restored_count: int = 0, *, is_same: bool = True
+    ) -> None:
+        self._report(
+            SessionStarted(
+                session_id=live.session_id,
+                epoch=live.epoch,
+                start=live.start,
+                prompt=rollout.prompt,
+                seed=live.seed,
+                trace=rollout.trace_path,
+                restored_chunk_count=restored_count,
+                is_same_world=is_same,
+            )
+        )
+
+    def _show(self, live: _Live, frame_HWC: NDArray[np.uint8]) -> None:
+        """Put a picture that no chunk made into the ring."""
+        self._put(live, frame_HWC, chunk=NO_CHUNK, act_seq=0, latch_ms=wall_ms(), offset=0)
+
+    def _make_chunk(self) -> None:
+        live = self._live
+        assert live is not None
+        assert live.rollout is not None
+        rollout = live.rollout
+        live.is_paused = live.is_paused or live.is_single_step
+        live.is_single_step = False
+        rollout.prepare()
+        index = rollout.chunk_index
+        begin_s = time.monotonic()
+        latched = self._mailbox.latch(wall_ms())
+        self._report(
+            ChunkStarted(
+                epoch=live.epoch, chunk=index, latch_ms=latched.latch_ms, act_seq=latched.act_seq
+            )
+        )
+        period_s = self._schedule.period_s
+        made, wait_s, need_s, first_s = 0, 0.0, 0.0, 0.0
+        with closing(rollout.step(latched.action)) as portions, self._busy(begin_s):
+            for frames_THWC in portions:
+                ready_s = time.monotonic() - begin_s - wait_s
+                first_s = first_s or ready_s
+                # These frames are due `made` periods after the first one of the chunk.
+                need_s = max(need_s, ready_s - made * period_s)
+                for frame_HWC in frames_THWC:
+                    before_s = time.monotonic()
+                    self._put(
+                        live,
+                        frame_HWC,
+                        chunk=index,
+                        act_seq=latched.act_seq,
+                        latch_ms=latched.latch_ms,
+                        offset=made,
+                    )
+                    wait_s += time.monotonic() - before_s
+                    made += 1
+        self._schedule.chunk_made(need_s)
+        total_s = time.monotonic() - begin_s
+        timings = getattr(rollout.world, "timings", None)
+        model_s = timings.total_ms / 1000.0 if timings is not None else 0.0
+        self._report(
+            ChunkDone(
+                epoch=live.epoch,
+                chunk=index,
+                denoise_ms=timings.denoise_ms if timings is not None else (),
+                refresh_ms=timings.refresh_ms if timings is not None else 0.0,
+                first_frame_ms=first_s * 1000.0,
+                decode_ms=max(0.0, total_s - wait_s - model_s) * 1000.0,
+                ring_wait_ms=wait_s * 1000.0,
+                total_ms=total_s * 1000.0,
+            )
+        )
+
+    @contextmanager
+    def _busy(self, begin_s: float) -> Iterator[None]:
+        """Let the heartbeat tell how long this takes."""
+        self._busy_since_s = begin_s
+        try:
+            yield
+        finally:
+            self._busy_since_s = None
+
+    def _put(
+        self,
+        live: _Live,
+        frame_HWC: NDArray[np.uint8],
+        *,
+        chunk: int,
+        act_seq: int,
+        latch_ms: float,
+        offset: int,
+    ) -> None:
+        slot = self._ring.write(frame_HWC)
+        meta = FrameMeta(
+            frame_id=live.next_frame_id,
+            epoch=live.epoch,
+            chunk=chunk,
+            act_seq=act_seq,
+            latch_ms=latch_ms,
+            ready_ms=wall_ms(),
+            offset=offset,
+        )
+        live.next_frame_id += 1
+        if chunk != NO_CHUNK:
+            self._schedule.frame_made(time.monotonic())
+        self._report(FrameReady(slot=slot, meta=meta))
+
+    def _open(self, start_from: StartFrom) -> tuple[Start, World]:
+        """Open a world, or take the one that is open at this picture."""
+        if self._worlds is None or self._worlds[0] != start_from:
+            assert self._source is not None
+            start = read_start(
+                self._config.world, image=start_from.image_path, scene=start_from.scene
+            )
+            self._worlds = (start_from, start, self._source.open(start))
+        return self._worlds[1], self._worlds[2]
+
+    def _first_picture(self, start_from: StartFrom) -> NDArray[np.uint8]:
+        from stream.renderer import RendererWorld
+
+        image = self._open(start_from)[0].image
+        if image is not None:
+            return image.rgb_HWC
+        assert start_from.scene is not None
+        picture = RendererWorld(start_from.scene, self._config.world.geometry).first_picture()
+        rgb_HWC: NDArray[np.uint8] = picture.numpy()
+        return rgb_HWC
+
+    def _end_session(self) -> None:
+        live, self._live = self._live, None
+        if live is None:
+            return
+        if live.rollout is not None:
+            live.rollout.end()
+        self._report(SessionEnded(session_id=live.session_id))
+
+    def _beat(self) -> None:
+        while not self._is_done.wait(HEARTBEAT_S):
+            since_s = self._busy_since_s
+            busy_s = 0.0 if since_s is None else time.monotonic() - since_s
+            self._report(Heartbeat(busy_ms=busy_s * 1000.0))
+
+    def _report(self, report: Report) -> None:
+        # A parent that is gone reads no reports; the inbox ends the worker then.
+        with self._send_lock, suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.send(report)

@@ -1,0 +1,100 @@
+"""Worlds that paint numbers instead of running a model: quick, and able to fail on request.
+
+A scripted failure is named in the prompt, so that it crosses the border of the worker process:
+"nan 5" has latents without numbers in chunk 5, "black 5" black frames, "frozen 5" equal frames,
+"raise 5" raises, "hang 5" never returns, "slow 0.2" takes that many seconds a chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry
+from engine.errors import CheckpointError
+from engine.types import Action
+from stream.jobs import Start, WorldSpec
+from stream.trace import Digest
+from vae_stream.decoder import FrameChunk
+
+GEOMETRY = Geometry(height_px=32, width_px=64)
+SPEC = WorldSpec(
+    source="renderer",
+    preset="mini",
+    geometry=GEOMETRY,
+    weights="shipped",
+    engine=EngineConfig(device="cpu", dtype="float32"),
+)
+
+
+class PaintedWorld:
+    """Frame f of chunk k shows k in red, f in green, and the walk so far in blue."""
+
+    geometry = GEOMETRY
+    has_frames = True
+    digest_of = "latents"
+    model_hash = "painted"
+    device = "cpu"
+    dtype = "float32"
+    note = ""
+    is_finite = True
+
+    def begin(self, prompt: str, seed: int, digest: Digest) -> None:
+        self._digest, self._chunk, self._walked = digest, 0, 0.0
+        self.set_prompt(prompt)
+
+    def set_prompt(self, prompt: str) -> None:
+        kind, _, when = prompt.partition(" ")
+        self._slow_s = float(when) if kind == "slow" else 0.0
+        self._fault = kind if when.isdigit() else ""
+        self._fault_chunk = int(when) if when.isdigit() else -1
+
+    def step(self, action: Action) -> Iterator[FrameChunk]:
+        fault = self._fault if self._chunk == self._fault_chunk else ""
+        time.sleep(self._slow_s)
+        if fault == "raise":
+            raise RuntimeError("this device caught fire")
+        if fault == "hang":
+            time.sleep(3600.0)
+        self.is_finite = fault != "nan"
+        self._walked += float(action.axes_FA[:, 0].sum())
+        self._digest.update(torch.tensor([self._chunk, self._walked]))
+        frames_THWC = torch.zeros(17, 32, 64, 3, dtype=torch.uint8)
+        frames_THWC[..., 0] = self._chunk % 200 + 50
+        frames_THWC[..., 1] = torch.arange(17).to(torch.uint8)[:, None, None]
+        frames_THWC[..., 2] = int(self._walked) % 200
+        if fault == "frozen":
+            frames_THWC[..., 1] = 0
+        if fault == "black":
+            frames_THWC[5:] = 0
+        begin = 0
+        for index, count in enumerate(FRAMES_PER_LATENT):
+            yield FrameChunk(
+                frames_THWC=frames_THWC[begin : begin + count],
+                first_frame=self._chunk * 17 + begin,
+                latent_index=self._chunk * 5 + index,
+            )
+            begin += count
+        self._chunk += 1
+
+
+class PaintedWorlds:
+    """Source of the one world."""
+
+    def __init__(self, spec: WorldSpec) -> None:
+        self._world = PaintedWorld()
+
+    def open(self, start: Start) -> PaintedWorld:
+        return self._world
+
+    def close(self) -> None:
+        pass
+
+
+class NoWorlds(PaintedWorlds):
+    """Source whose weights are damaged."""
+
+    def open(self, start: Start) -> PaintedWorld:
+        raise CheckpointError("weights: damaged")

@@ -1,0 +1,296 @@
+"""WebRTC peers on 127.0.0.1: answers, codecs, origin of times, bad offers, clean ends."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
+from aiortc.rtp import RtpPacket, unpack_header_extensions
+from aiortc.sdp import SessionDescription
+
+from stream import aiortc_access
+from stream.peer import CANDIDATE_LIMIT, SDP_LIMIT, IceSettings, OfferError, Peer
+from stream.video_encoder import Codec, EncodedFrame, VideoEncoder
+
+pytestmark = pytest.mark.cpu
+
+HOSTS = ("127.0.0.1",)
+
+
+class Browser:
+    """The other side: a real peer connection that decodes what it gets."""
+
+    def __init__(self):
+        self.pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        self.frames = []
+        self.has_frame = asyncio.Event()
+        self._transceiver = self.pc.addTransceiver("video", direction="recvonly")
+        self._reader = None
+        self.pc.on("track", self._begin)
+        aiortc_access.bind_candidates(self._transceiver, hosts=HOSTS, ports=None)
+
+    async def offer(self):
+        await self.pc.setLocalDescription(await self.pc.createOffer())
+        return self.pc.localDescription.sdp
+
+    async def accept(self, answer):
+        await self.pc.setRemoteDescription(RTCSessionDescription(answer.sdp, "answer"))
+
+    async def ask_for_keyframe(self):
+        ssrc = SessionDescription.parse(self.pc.remoteDescription.sdp).media[0].ssrc[0].ssrc
+        await self._transceiver.receiver._send_rtcp_pli(ssrc)
+
+    async def close(self):
+        await self.pc.close()
+        if self._reader is not None:
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    def _begin(self, track):
+        async def read():
+            while True:
+                self.frames.append(await track.recv())
+                self.has_frame.set()
+
+        self._reader = asyncio.ensure_future(read())
+
+
+class Server:
+    """A peer of ours, what it told, and an encoder to feed it."""
+
+    def __init__(self, **settings):
+        self.states, self.origins = [], []
+        self.keyframe, self.started = asyncio.Event(), asyncio.Event()
+        self.peer = Peer(
+            IceSettings(hosts=HOSTS, **settings),
+            on_started=self.started.set,
+            on_keyframe=self.keyframe.set,
+            on_origin=self.origins.append,
+            on_state=self.states.append,
+        )
+        self._encoder = None
+
+    def send(self, index):
+        codec = self.peer.track.codec
+        if self._encoder is None:
+            self._encoder = VideoEncoder(
+                codec, width_px=64, height_px=48, fps=24, bitrate_bps=1_000_000
+            )
+        pixels = np.full((48, 64, 3), 90, np.uint8)
+        made = self._encoder.encode(pixels, pts90=index * 3750, is_key=False)
+        return self.peer.track.deliver(
+            EncodedFrame(
+                codec=codec,
+                data=made.data,
+                is_key=made.is_key,
+                frame_id=index + 1,
+                act_seq=0,
+                pts90=index * 3750,
+                epoch=0,
+                created_ms=0.0,
+                width_px=64,
+                height_px=48,
+            )
+        )
+
+
+async def connected(codecs=(Codec.H264, Codec.VP8), **settings):
+    browser, server = Browser(), Server(**settings)
+    answer = await server.peer.answer(await browser.offer(), codecs)
+    await browser.accept(answer)
+    async with asyncio.timeout(10):
+        await server.started.wait()
+    return browser, server, answer
+
+
+def run(check):
+    """Run a coroutine function and see that no task outlives it."""
+
+    async def guarded():
+        await check()
+        await asyncio.sleep(0.05)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not left
+
+    asyncio.run(guarded())
+
+
+@pytest.mark.parametrize("codec", [Codec.H264, Codec.VP8], ids=str)
+def test_pictures_arrive_with_the_wanted_codec(codec):
+    async def check():
+        browser, server, answer = await connected((codec,))
+        assert answer.codec is codec
+        for index in range(8):
+            server.send(index)
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(10):
+            await browser.has_frame.wait()
+        frame = browser.frames[0]
+        assert (frame.width, frame.height) == (64, 48)
+        assert server.states == ["connected"]
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_origin_joins_rtp_times_to_ours():
+    async def check():
+        browser, server, _ = await connected()
+        seen = []
+        receiver = browser.pc.getReceivers()[0]
+        handle = receiver._handle_rtp_packet
+
+        async def spy(packet, *args, **kwargs):
+            seen.append(packet.timestamp)
+            await handle(packet, *args, **kwargs)
+
+        receiver._handle_rtp_packet = spy
+        for index in range(3):
+            server.send(index)
+            await asyncio.sleep(0.05)
+        assert len(server.origins) == 1
+        times = dict.fromkeys(seen)
+        assert list(times) == [(server.origins[0] + i * 3750) % 2**32 for i in range(3)]
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_lost_picture_asks_for_a_keyframe():
+    async def check():
+        browser, server, _ = await connected()
+        server.send(0)
+        async with asyncio.timeout(10):
+            await browser.ask_for_keyframe()
+            await server.keyframe.wait()
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_h264_is_preferred_and_constrained_baseline_first():
+    async def check():
+        browser, server, answer = await connected()
+        assert answer.codec is Codec.H264
+        codecs = SessionDescription.parse(answer.sdp).media[0].rtp.codecs
+        assert codecs[0].parameters["profile-level-id"] == "42e01f"
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_playout_delay_is_negotiated_and_sent():
+    async def check():
+        browser, server = Browser(), Server(playout_ms=(0, 500))
+        lines = (await browser.offer()).replace("\r\n", "\n").split("\n")
+        at = next(i for i, line in enumerate(lines) if line.startswith("a=extmap:"))
+        lines.insert(at, f"a=extmap:9 {aiortc_access.PLAYOUT_DELAY_URI}")
+        answer = await server.peer.answer("\r\n".join(lines), (Codec.H264,))
+        assert f"a=extmap:9 {aiortc_access.PLAYOUT_DELAY_URI}" in answer.sdp
+        sent = []
+        await browser.accept(answer)
+        async with asyncio.timeout(10):
+            await server.started.wait()
+        transport = server.peer._sender.transport
+        send = transport._send_rtp
+
+        async def spy(data):
+            sent.append(data)
+            await send(data)
+
+        transport._send_rtp = spy
+        server.send(0)
+        await asyncio.sleep(0.1)
+        packet = next(each for each in sent if each[1] & 0x7F >= 96)
+        assert RtpPacket.parse(packet).ssrc == server.peer._sender._ssrc
+        profile, length = int.from_bytes(packet[12:14]), int.from_bytes(packet[14:16]) * 4
+        extensions = dict(unpack_header_extensions(profile, packet[16 : 16 + length]))
+        assert extensions[9] == (50).to_bytes(3)
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_candidates_keep_to_hosts_and_ports():
+    async def check():
+        browser, server = Browser(), Server(udp_ports=(47_310, 47_319))
+        answer = await server.peer.answer(await browser.offer(), (Codec.H264,))
+        found = SessionDescription.parse(answer.sdp).media[0].ice_candidates
+        assert [each.ip for each in found] == ["127.0.0.1"]
+        assert 47_310 <= found[0].port <= 47_319
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+BAD_OFFERS = {
+    "empty": lambda sdp: "",
+    "words": lambda sdp: "nonsense\r\nv=x\r\n",
+    "half": lambda sdp: sdp[: len(sdp) // 2],
+    "no ice": lambda sdp: sdp.replace("a=ice-ufrag", "a=x-ufrag"),
+    "no fingerprint": lambda sdp: sdp.replace("a=fingerprint", "a=x-fingerprint"),
+    "two videos": lambda sdp: sdp + sdp[sdp.index("m=video") :],
+    "audio": lambda sdp: sdp.replace("m=video", "m=audio"),
+    "too long": lambda sdp: sdp + "a=x\r\n" * SDP_LIMIT,
+    "candidates": lambda sdp: (
+        sdp + "a=candidate:1 1 udp 1 127.0.0.1 9 typ host\r\n" * (CANDIDATE_LIMIT + 1)
+    ),
+    "no codec": lambda sdp: sdp.replace("VP8/90000", "XX/90000").replace("H264/90000", "YY/90000"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OFFERS)
+def test_bad_offer_is_refused_and_freed(name):
+    async def check():
+        browser, server = Browser(), Server()
+        offer = BAD_OFFERS[name](await browser.offer())
+        with pytest.raises(OfferError) as caught:
+            await server.peer.answer(offer, (Codec.H264, Codec.VP8))
+        wanted = {"too long": "TOO_LARGE", "no codec": "RTC_CODEC"}.get(name, "BAD_MESSAGE")
+        assert caught.value.code == wanted
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_names_of_the_local_network_do_not_delay_the_answer():
+    async def check():
+        browser, server = Browser(), Server()
+        offer = await browser.offer()
+        offer = offer.replace(" 127.0.0.1 ", " 3b0c7a52-7a0b-4d2c-9d0f-0d1b7f2f1a11.local ")
+        answer = await server.peer.answer(offer, (Codec.H264,))
+        await browser.accept(answer)
+        async with asyncio.timeout(5):
+            await server.started.wait()
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_bad_candidate_is_refused():
+    async def check():
+        browser, server, _ = await connected()
+        with pytest.raises(OfferError) as caught:
+            await server.peer.add_candidate("nonsense", "0", 0)
+        assert caught.value.code == "BAD_MESSAGE"
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_close_twice_and_before_anything():
+    async def check():
+        server = Server()
+        await server.peer.close()
+        await server.peer.close()
+        assert server.states == ["closed"]
+
+    run(check)

@@ -1,0 +1,75 @@
+"""`worldstream serve`: what it refuses before anything is loaded, and what it prints."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError, DeviceError, UnsupportedError
+from stream import cli
+from stream.serve import bind, check, page_url, with_token
+from stream.settings import load_settings
+
+pytestmark = pytest.mark.cpu
+
+
+def test_api_process_never_imports_the_model() -> None:
+    code = "import stream.serve, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "http"])
+def test_wrong_port_is_bad_usage(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--port", port]) == cli.EXIT_USAGE
+    assert capsys.readouterr().err.startswith("error: port: ")
+
+
+def test_taken_port_is_told_before_anything_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "--port", port]) == cli.EXIT_ENVIRONMENT
+    assert f"port: cannot open 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_free_port_is_opened_and_an_unknown_address_is_not() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with bind(load_settings(port=port)) as listener:
+        assert listener.getsockname()[1] == port
+    with pytest.raises(DeviceError):
+        bind(load_settings(host="192.0.2.77"))
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError):
+        check(load_settings(preset="h3_33b", weights="random"))
+    with pytest.raises(ConfigError):
+        check(load_settings(weights=str(tmp_path / "none")))
+    (tmp_path / "file").touch()
+    with pytest.raises((ConfigError, OSError)):
+        check(load_settings(record=str(tmp_path / "file")))
+
+
+def test_token_is_made_up_only_for_other_machines() -> None:
+    assert with_token(load_settings()).token is None
+    made = with_token(load_settings(host="0.0.0.0"))
+    assert made.token is not None
+    given = with_token(load_settings(host="0.0.0.0", token="hunter2"))
+    assert given.token is not None
+    assert given.token.get_secret_value() == "hunter2"
+
+
+def test_url_carries_the_token_in_its_fragment() -> None:
+    assert page_url(load_settings()) == "http://127.0.0.1:8000/"
+    assert page_url(load_settings(host="::1", token="t")) == "http://[::1]:8000/#token=t"
+
+
+def test_printed_configuration_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--port", "9000", "--print-config"]) == cli.EXIT_OK
+    assert json.loads(capsys.readouterr().out)["port"] == 9000

@@ -1,0 +1,225 @@
+"""The page against the real service with its worker process; the world is painted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("playwright.sync_api")
+pytest.importorskip("fastapi")
+
+from stream.protocol import SessionState
+from stream.sessions import Session
+from tests.stream.live_service import Service, running
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = [
+    pytest.mark.cpu,
+    # Sockets of the threads that a failed test leaves behind.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+PICTURE_LIMIT_MS = 20_000
+BLOCKED_UDP = "RTCPeerConnection.prototype.setRemoteDescription = () => new Promise(() => {});"
+"""Nothing that the server offers is ever connected to."""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Service]:
+    """A service for tests that leave it empty."""
+    with running(grace_s=0.5) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared: Service) -> Iterator[Service]:
+    """The shared service, empty before and after."""
+    yield shared
+    for session in shared.live.registry:
+        token = {"Authorization": f"Bearer {session.resume_token}"}
+        shared.request("DELETE", f"/v1/sessions/{session.id}", **token)
+    shared.wait(lambda: all(seat.is_free for seat in shared.live._seats), "all seats are free")
+
+
+@pytest.fixture
+def other(browser: Browser) -> Iterator[Page]:
+    """Page of another browser."""
+    context = browser.new_context()
+    yield context.new_page()
+    context.close()
+
+
+def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
+    """Wait for a true value; fails with the last one."""
+    deadline_s = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"still {value!r} after {limit_s} s"
+        time.sleep(0.05)
+    return value
+
+
+def open_sessions(service: Service) -> list[Session]:
+    return [each for each in service.live.registry if each.state is not SessionState.CLOSED]
+
+
+def see(page: Page, service: Service, query: str = "") -> None:
+    """Open the page and wait for the first picture."""
+    page.goto(f"{service.base}/{query}")
+    page.wait_for_selector("#overlay[data-picture=yes]", state="attached", timeout=PICTURE_LIMIT_MS)
+    page.wait_for_selector("body[data-state=READY]")
+
+
+def play(page: Page, service: Service, query: str = "") -> None:
+    """Open the page and begin to walk."""
+    see(page, service, query)
+    page.keyboard.press("KeyW")
+    page.wait_for_selector("body[data-state=RUNNING]")
+
+
+def wait_for_words(page: Page, words: str) -> None:
+    page.locator("#headline", has_text=words).wait_for(timeout=PICTURE_LIMIT_MS)
+
+
+def wait_for_notice(page: Page, words: str) -> None:
+    page.locator("#notice", has_text=words).wait_for(timeout=PICTURE_LIMIT_MS)
+
+
+def painted(page: Page) -> tuple[int, int]:
+    """What the canvas shows: (chunk, walk so far), as red and blue."""
+    red, _, blue, _ = page.evaluate(
+        "() => { const context = document.getElementById('canvas').getContext('2d');"
+        " return [...context.getImageData(9, 9, 1, 1).data]; }"
+    )
+    return red, blue
+
+
+@pytest.mark.parametrize("transport", ["webrtc", "webcodecs", "jpeg"])
+def test_visitor_sees_the_world_walks_and_reads_the_latency(
+    page: Page, service: Service, transport: str
+) -> None:
+    play(page, service, f"?transport={transport}")
+    assert page.get_attribute("body", "data-rung") == transport
+    until(lambda: len(page.inner_text("#hud-fps")) == 2)  # ten and more
+    page.keyboard.press("KeyW")
+    until(lambda: "p95" in page.inner_text("#hud-latency"))
+    assert page.is_hidden("#overlay")
+
+
+def test_world_walks_while_a_key_is_held_and_stops_on_blur(page: Page, service: Service) -> None:
+    play(page, service, "?transport=jpeg")
+    page.keyboard.down("KeyW")
+    begin = painted(page)[1]
+    until(lambda: painted(page)[1] > begin + 20)
+    page.evaluate("() => dispatchEvent(new Event('blur'))")
+    # JPEG moves a colour by up to 2. Two chunks may already be latched when the keys are released.
+    chunk = painted(page)[0]
+    until(lambda: painted(page)[0] >= chunk + 5)
+    chunk, walked = painted(page)
+    until(lambda: painted(page)[0] >= chunk + 4)
+    assert abs(painted(page)[1] - walked) <= 4  # a walked chunk is 17 more
+
+
+def test_blocked_udp_is_said_and_the_picture_comes_by_websocket(
+    page: Page, service: Service
+) -> None:
+    page.add_init_script(BLOCKED_UDP)
+    begin_s = time.monotonic()
+    see(page, service)
+    assert time.monotonic() - begin_s < 10
+    assert page.get_attribute("body", "data-rung") in ("webcodecs", "jpeg")
+    assert "WebRTC: no frames in time" in page.inner_text("#notice")
+
+
+def test_second_visitor_waits_and_is_promoted(page: Page, other: Page, service: Service) -> None:
+    see(page, service, "?transport=jpeg")
+    other.goto(f"{service.base}/?transport=jpeg")
+    wait_for_words(other, "You are number 1 of 1 in the queue")
+    page.close()
+    other.wait_for_selector("body[data-state=READY]", timeout=PICTURE_LIMIT_MS)
+
+
+def test_second_window_of_a_browser_takes_over(page: Page, service: Service) -> None:
+    see(page, service, "?transport=jpeg")
+    second = page.context.new_page()
+    see(second, service, "?transport=jpeg")
+    wait_for_words(page, "You play in another window")
+    assert second.get_attribute("body", "data-state") == "READY"
+
+
+def test_spectator_sees_and_cannot_steer(page: Page, other: Page, service: Service) -> None:
+    play(page, service, "?transport=jpeg")
+    (session,) = open_sessions(service)
+    other.goto(f"{service.base}/?watch={session.id}&transport=jpeg")
+    other.wait_for_selector("#overlay[data-picture=yes]", state="attached")
+    assert other.is_disabled("#reset")
+    assert other.is_disabled("#prompt")
+    before = session.last_seq
+    other.keyboard.press("KeyS")
+    time.sleep(0.3)
+    assert session.last_seq == before
+
+
+def test_output_that_is_no_picture_stops_with_words_and_a_button(
+    page: Page, service: Service
+) -> None:
+    play(page, service, "?transport=jpeg")
+    page.fill("#prompt", "nan 9")
+    page.keyboard.press("Enter")
+    wait_for_words(page, "The world stopped")
+    assert page.inner_text("#detail") == "The model made no valid picture."
+    page.fill("#prompt", "")
+    page.keyboard.press("Enter")
+    page.click("#overlay-button")
+    page.wait_for_selector("body[data-state=READY]", timeout=PICTURE_LIMIT_MS)
+
+
+def test_wishes_are_applied_and_files_are_saved(
+    page: Page, service: Service, tmp_path: Path
+) -> None:
+    play(page, service, "?transport=jpeg")
+    page.fill("#prompt", "a lake")
+    page.keyboard.press("Enter")
+    wait_for_notice(page, "New prompt: done")
+    page.click("button[data-scene=snow-ruins]")
+    wait_for_notice(page, "Scene snow-ruins: done")
+    assert page.get_attribute("button[data-scene=snow-ruins]", "aria-pressed") == "true"
+    page.click("#reseed")
+    wait_for_notice(page, "New seed: done")
+    page.keyboard.press("KeyP")
+    page.wait_for_selector("body[data-state=PAUSED]")
+    page.click("#step")
+    wait_for_notice(page, "One chunk: done")
+    for button, ending in (("#save-trace", ".trace.jsonl"), ("#save-video", ".mp4")):
+        with page.expect_download() as download:
+            page.click(button)
+        path = tmp_path / download.value.suggested_filename
+        download.value.save_as(path)
+        assert path.name.endswith(ending)
+        assert path.stat().st_size > 0
+    (trace,) = tmp_path.glob("*.trace.jsonl")
+    header = json.loads(trace.read_text(encoding="utf-8").splitlines()[0])
+    assert header["scene"] == "snow-ruins"
+
+
+def test_reloaded_page_goes_on_in_the_same_world(page: Page, service: Service) -> None:
+    play(page, service, "?transport=jpeg")
+    (session,) = open_sessions(service)
+    page.reload()
+    page.wait_for_selector("body[data-state=RUNNING]", timeout=PICTURE_LIMIT_MS)
+    assert [each.id for each in open_sessions(service)] == [session.id]
+
+
+def test_closing_server_is_said(page: Page) -> None:
+    with running(grace_s=0.5) as service:
+        see(page, service, "?transport=jpeg")
+        service.stop()
+        wait_for_words(page, "Connection lost")
+        service.join()
+    wait_for_words(page, "The server does not answer")

@@ -1,0 +1,195 @@
+/**
+ * The session's WebSocket: tickets, heartbeats, reconnecting with back-off to the same world.
+ *
+ * Owns the socket and the resume token. Invariants: one socket at a time; nothing that was not sent
+ * is kept for the next socket; a socket that is silent for 10 s is given up.
+ */
+
+import { HttpError, createSession, loading } from "./http.js";
+import { nowMs } from "./input.js";
+
+/** @typedef {import("./protocol.d.ts").ServerMessage} ServerMessage */
+/** @typedef {import("./protocol.d.ts").ClientMessage} ClientMessage */
+/** @typedef {import("./protocol.d.ts").CreateSession} CreateSession */
+/** @typedef {{kind: "unreachable" | "lost", retryMs: number} | {kind: "connecting"}
+ *   | {kind: "loading", stage: string, percent: number, seconds: number}
+ *   | {kind: "refused", code: string, retryMs?: number} | {kind: "ended", code: string}} Status */
+
+const BACKOFF_MS = [250, 500, 1000, 2000, 4000];
+const DEAD_MS = 10_000;
+const LOADING_POLL_MS = 500;
+const NO_RETRY = new Map([
+  [4400, "BAD_MESSAGE"], [4404, "NO_SESSION"], [4408, "IDLE"], [4409, "CONFLICT"],
+  [4410, "GONE"], [4411, "MAX_DURATION"],
+]);
+/** Ends that a new try would only repeat: the page asks first. */
+const ASK_FIRST = ["GEN_INVALID", "BAD_IMAGE"];
+const CLOSED_CLEANLY = 1000;
+const RESUME_KEY = "worldstream.resume";
+
+export class Connection {
+  /**
+   * @param {{wants: CreateSession, caps: object, onStatus: (status: Status) => void,
+   *   onMessage: (message: ServerMessage) => void, onVideo: (frame: ArrayBuffer) => void}} options
+   */
+  constructor(options) {
+    this.options = options;
+    /** What a new session starts with; kept up to date by the page. */
+    this.wants = options.wants;
+    /** @type {WebSocket | null} */
+    this.socket = null;
+    this.resumeToken = options.wants.role === "viewer" ? null : sessionStorage.getItem(RESUME_KEY);
+    this.failures = 0;
+    this.run = 0;
+    this.heardMs = 0;
+    this.pingId = 0;
+    this.endCode = "";
+    setInterval(() => this.beat(), 1000);
+  }
+
+  get isOpen() {
+    return this.socket?.readyState === WebSocket.OPEN;
+  }
+
+  /** Start, or start over at once. @param {boolean} [isNewWorld] leave the old world behind */
+  async connect(isNewWorld = false) {
+    const run = ++this.run;
+    if (isNewWorld) this.keepResume(null);
+    this.close();
+    try {
+      if (!(await this.waitUntilLoaded(run))) return;
+      this.options.onStatus({ kind: "connecting" });
+      const made = await this.create();
+      if (run === this.run) this.open(made);
+    } catch (error) {
+      if (run !== this.run) return;
+      const { code, retryMs } = error instanceof HttpError ? error : new HttpError("INTERNAL", "");
+      if (["UNREACHABLE", "NOT_READY", "INTERNAL"].includes(code)) this.retry("unreachable");
+      else this.refuse(code, retryMs);
+    }
+  }
+
+  /** @param {number} run @returns {Promise<boolean>} whether this run is still the newest */
+  async waitUntilLoaded(run) {
+    const beganMs = nowMs();
+    for (;;) {
+      const progress = await loading();
+      if (run !== this.run) return false;
+      if (progress === null) return true;
+      const { stage, percent } = progress;
+      const seconds = Math.max(progress.seconds, (nowMs() - beganMs) / 1000);
+      this.options.onStatus({ kind: "loading", stage, percent, seconds });
+      await new Promise((resolve) => setTimeout(resolve, LOADING_POLL_MS));
+      if (run !== this.run) return false;
+    }
+  }
+
+  /** Session of before where there is one, else a new one with the same wishes. */
+  async create() {
+    if (this.resumeToken) {
+      try {
+        const { client } = this.wants;
+        return await createSession({ role: "controller", resume: this.resumeToken, client });
+      } catch (error) {
+        const isGone = error instanceof HttpError && ["NO_SESSION", "UNAUTHORIZED"].includes(error.code);
+        if (!isGone) throw error;
+        this.keepResume(null);
+      }
+    }
+    return createSession(this.wants);
+  }
+
+  /** @param {import("./protocol.d.ts").SessionCreated} made */
+  open(made) {
+    this.keepResume(made.resume_token ?? null);
+    const url = new URL(made.ws_url, location.href);
+    url.protocol = url.protocol.replace("http", "ws");
+    const socket = new WebSocket(url, ["wm.v1", `ticket.${made.ticket}`]);
+    socket.binaryType = "arraybuffer";
+    this.socket = socket;
+    this.heardMs = nowMs();
+    this.endCode = "";
+    socket.onopen = () => {
+      const viewport = [Math.round(innerWidth), Math.round(innerHeight)];
+      const ua = navigator.userAgent.slice(0, 512);
+      this.send(/** @type {any} */ ({ t: "hello", ver: 1, caps: this.options.caps, viewport, ua }));
+      for (let i = 0; i < 10; i += 1) setTimeout(() => this.ping(), 50 * i);
+    };
+    socket.onmessage = (event) => {
+      this.heardMs = nowMs();
+      if (typeof event.data !== "string") return this.options.onVideo(event.data);
+      /** @type {ServerMessage} */
+      const message = JSON.parse(event.data);
+      if (message.t === "welcome") {
+        this.failures = 0;
+        this.keepResume(message.resume_token ?? this.resumeToken);
+      }
+      if (message.t === "bye") this.endCode = message.code;
+      this.options.onMessage(message);
+    };
+    socket.onclose = (event) => socket === this.socket && this.onClosed(event.code);
+  }
+
+  /** @param {number} closeCode */
+  onClosed(closeCode) {
+    this.socket = null;
+    const isFinal = ASK_FIRST.includes(this.endCode) || closeCode === CLOSED_CLEANLY;
+    const code = isFinal ? this.endCode : NO_RETRY.get(closeCode);
+    if (code === undefined) return this.retry("lost");
+    if (code !== "CONFLICT") this.keepResume(null);
+    this.options.onStatus({ kind: "ended", code: this.endCode || code });
+  }
+
+  /** @param {"lost" | "unreachable"} kind */
+  retry(kind) {
+    const base = BACKOFF_MS[Math.min(this.failures, BACKOFF_MS.length - 1)];
+    this.failures += 1;
+    const retryMs = base * (0.8 + 0.4 * Math.random());
+    const run = this.run;
+    this.options.onStatus({ kind, retryMs });
+    setTimeout(() => run === this.run && this.connect(), retryMs);
+  }
+
+  /** @param {string} code @param {number} [retryMs] */
+  refuse(code, retryMs) {
+    this.options.onStatus({ kind: "refused", code, retryMs });
+    const run = this.run;
+    if (code !== "QUEUE_FULL" && code !== "RATE_LIMIT") return;
+    setTimeout(() => run === this.run && this.connect(), Math.max(retryMs ?? 5000, 1000));
+  }
+
+  /** @param {string | null} token */
+  keepResume(token) {
+    this.resumeToken = token;
+    if (this.wants.role === "viewer") return;
+    if (token) sessionStorage.setItem(RESUME_KEY, token);
+    else sessionStorage.removeItem(RESUME_KEY);
+  }
+
+  /** @param {ClientMessage} message @returns {boolean} whether it went out */
+  send(message) {
+    if (!this.isOpen) return false;
+    this.socket?.send(JSON.stringify(message));
+    return true;
+  }
+
+  ping() {
+    this.send({ t: "ping", id: ++this.pingId, ct: nowMs() });
+  }
+
+  beat() {
+    if (!this.socket) return;
+    if (this.pingId % 2 === 0 || nowMs() - this.heardMs > 1500) this.ping();
+    else this.pingId += 1;
+    if (nowMs() - this.heardMs < DEAD_MS) return;
+    const socket = this.socket;
+    this.onClosed(1006);
+    socket.close();
+  }
+
+  close() {
+    const socket = this.socket;
+    this.socket = null;
+    socket?.close(1000);
+  }
+}

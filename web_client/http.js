@@ -1,0 +1,97 @@
+/**
+ * HTTP side of the service: info, readiness, sessions, pictures, downloads.
+ *
+ * Owns the name of this browser, and the access token, which comes from the page's fragment
+ * (`#token=...`) and is never put into a URL that is sent.
+ */
+
+/** @typedef {import("./protocol.d.ts").ServiceInfo} ServiceInfo */
+/** @typedef {import("./protocol.d.ts").CreateSession} CreateSession */
+/** @typedef {import("./protocol.d.ts").SessionCreated} SessionCreated */
+
+/** Answer that says no; `code` is the protocol's, or "UNREACHABLE". */
+export class HttpError extends Error {
+  /** @param {string} code @param {string} message @param {number} [retryMs] */
+  constructor(code, message, retryMs) {
+    super(message);
+    this.code = code;
+    this.retryMs = retryMs;
+  }
+}
+
+const TOKEN_KEY = "worldstream.token";
+
+/** @returns {string | null} */
+function accessToken() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (given) sessionStorage.setItem(TOKEN_KEY, given);
+  return sessionStorage.getItem(TOKEN_KEY);
+}
+
+/** @param {string} path @param {RequestInit} [init] @param {string | null} [bearer] */
+async function request(path, init = {}, bearer = accessToken()) {
+  const headers = new Headers(init.headers);
+  if (bearer) headers.set("Authorization", `Bearer ${bearer}`);
+  let response;
+  try {
+    response = await fetch(path, { ...init, headers, cache: "no-store" });
+  } catch {
+    throw new HttpError("UNREACHABLE", "The server does not answer.");
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => ({}));
+  throw new HttpError(body.code ?? `HTTP_${response.status}`, body.msg ?? "", body.retry_ms);
+}
+
+/** @returns {Promise<ServiceInfo>} */
+export const info = async () => (await request("/v1/info")).json();
+
+/**
+ * @returns {Promise<import("./protocol.d.ts").Loading | null>} how far loading is; null when done
+ */
+export async function loading() {
+  const response = await fetch("/readyz", { cache: "no-store" }).catch(() => null);
+  if (!response) throw new HttpError("UNREACHABLE", "The server does not answer.");
+  if (response.ok) return null;
+  const body = await response.json().catch(() => ({}));
+  return body.loading ?? { t: "loading", stage: "", percent: 0, seconds: 0 };
+}
+
+/** A name of this browser, so that its new session takes the old one's place. */
+export function clientName() {
+  const kept = localStorage.getItem("worldstream.client");
+  if (kept) return kept;
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  const name = [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  localStorage.setItem("worldstream.client", name);
+  return name;
+}
+
+/** @param {CreateSession} body @returns {Promise<SessionCreated>} */
+export async function createSession(body) {
+  const headers = { "Content-Type": "application/json" };
+  return (await request("/v1/sessions", { method: "POST", headers, body: JSON.stringify(body) })).json();
+}
+
+/** @param {Blob} picture @returns {Promise<string>} its id */
+export async function uploadImage(picture) {
+  const headers = { "Content-Type": picture.type };
+  const answer = await request("/v1/images", { method: "POST", headers, body: picture });
+  return (await answer.json()).image_id;
+}
+
+/**
+ * Hand a file of the session to the browser's downloads.
+ *
+ * @param {string} session @param {"recording.mp4" | "trace.jsonl"} file
+ * @param {string | null} bearer token of the session
+ */
+export async function download(session, file, bearer) {
+  const path = `/v1/sessions/${encodeURIComponent(session)}/${file}`;
+  const blob = await (await request(path, {}, bearer)).blob();
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = `worldstream-${session.slice(0, 8)}.${file === "recording.mp4" ? "mp4" : "trace.jsonl"}`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}

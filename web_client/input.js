@@ -1,0 +1,148 @@
+/**
+ * Keys, mouse, touch sticks and gamepad become snapshots of what is held (`act` messages).
+ *
+ * Owns what is held, the edges of the last 500 ms, the sums of mouse motion. Invariants: a snapshot
+ * is complete, so a lost one does no harm; nothing is sent while idle; whatever takes attention away
+ * from the picture releases everything.
+ */
+
+export const KEY_CODES = [
+  "KeyW", "KeyA", "KeyS", "KeyD", "ArrowUp", "ArrowLeft", "ArrowDown", "ArrowRight", "ShiftLeft",
+];
+const REFRESH_MS = 50;
+const MOTION_MS = 1000 / 60;
+const EDGE_LIFE_MS = 500;
+
+/** @typedef {import("./protocol.d.ts").Act} Act */
+/** @typedef {[number, number, number, number]} Axes walk x, y, look x, y */
+
+/** Now on the page's wall clock, in ms: comparable with `event.timeStamp` made absolute. */
+export const nowMs = () => performance.timeOrigin + performance.now();
+
+/** @param {EventTarget | null} target */
+const isEditable = (target) =>
+  target instanceof HTMLElement &&
+  (target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName));
+
+export class Input {
+  /**
+   * @param {HTMLElement} stage what takes the mouse by pointer lock
+   * @param {{send: (act: Act) => void, onHeld: (held: ReadonlySet<string>) => void,
+   *   onEdge: (seq: number, atMs: number) => void, readPad: () => Axes}} hooks
+   */
+  constructor(stage, hooks) {
+    this.stage = stage;
+    this.hooks = hooks;
+    this.isEnabled = false;
+    this.seq = 0;
+    this.edgeId = 0;
+    /** @type {Set<string>} */
+    this.held = new Set();
+    /** @type {[number, string, number, number][]} */
+    this.edges = [];
+    /** @type {[number, number]} */
+    this.look = [0, 0];
+    /** @type {Axes} */
+    this.pad = [0, 0, 0, 0];
+    this.sentLook = "0,0";
+    this.sentAtMs = 0;
+    this.listen();
+    this.tick = this.tick.bind(this);
+    requestAnimationFrame(this.tick);
+    // Timers go on where animation frames stop, so that a held key stays fresh.
+    setInterval(() => this.refresh(), REFRESH_MS);
+  }
+
+  listen() {
+    addEventListener("keydown", (event) => this.onKey(event, true));
+    addEventListener("keyup", (event) => this.onKey(event, false));
+    addEventListener("mousemove", (event) => {
+      if (document.pointerLockElement !== this.stage || !this.isEnabled) return;
+      this.look = [this.look[0] + event.movementX, this.look[1] + event.movementY];
+    });
+    const release = () => this.release();
+    addEventListener("blur", release);
+    addEventListener("pagehide", release);
+    document.addEventListener("visibilitychange", () => document.hidden && release());
+    document.addEventListener("pointerlockchange", () => document.pointerLockElement || release());
+    document.addEventListener("focusin", (event) => isEditable(event.target) && release());
+  }
+
+  /** Take the mouse; browsers that know no raw motion are asked again without it. */
+  async lockPointer() {
+    try {
+      await this.stage.requestPointerLock({ unadjustedMovement: true });
+    } catch {
+      try {
+        await this.stage.requestPointerLock();
+      } catch {
+        // Refused (no gesture, or left a moment ago): the arrow keys look round as well.
+      }
+    }
+  }
+
+  /** @param {boolean} isEnabled whether snapshots are sent; turning off releases everything */
+  enable(isEnabled) {
+    if (this.isEnabled && !isEnabled) this.release();
+    this.isEnabled = isEnabled;
+  }
+
+  /** @param {KeyboardEvent} event @param {boolean} isDown */
+  onKey(event, isDown) {
+    if (!KEY_CODES.includes(event.code)) return;
+    if (isDown && (isEditable(event.target) || event.ctrlKey || event.altKey || event.metaKey)) return;
+    if (!this.isEnabled) return;
+    if (isDown) event.preventDefault();
+    if (event.repeat || isDown === this.held.has(event.code)) return;
+    if (isDown) this.held.add(event.code);
+    else this.held.delete(event.code);
+    const atMs = performance.timeOrigin + event.timeStamp;
+    this.edges.push([++this.edgeId, event.code, isDown ? 1 : 0, atMs]);
+    this.hooks.onHeld(this.held);
+    this.send();
+    this.hooks.onEdge(this.seq, atMs);
+  }
+
+  /** Let go of everything and say so, once. */
+  release() {
+    const wasActive = this.held.size > 0 || this.pad.some(Boolean);
+    this.held.clear();
+    this.edges = [];
+    this.pad = [0, 0, 0, 0];
+    if (!wasActive) return;
+    this.hooks.onHeld(this.held);
+    this.send();
+  }
+
+  /** Once a picture of the screen: motion of mouse, sticks and gamepad. */
+  tick() {
+    requestAnimationFrame(this.tick);
+    if (!this.isEnabled || document.hidden || !document.hasFocus()) return;
+    const pad = this.hooks.readPad();
+    const isMoved = pad.some((value, axis) => value !== this.pad[axis]);
+    const isStart = isMoved && !this.pad.some(Boolean);
+    this.pad = pad;
+    const isLook = this.look.join() !== this.sentLook;
+    if ((!isMoved && !isLook) || nowMs() - this.sentAtMs < MOTION_MS - 2) return;
+    this.send();
+    if (isStart) this.hooks.onEdge(this.seq, nowMs());
+  }
+
+  refresh() {
+    if (!this.isEnabled || (!this.held.size && !this.pad.some(Boolean))) return;
+    if (nowMs() - this.sentAtMs >= REFRESH_MS - 5) this.send();
+  }
+
+  send() {
+    if (!this.isEnabled) return;
+    const ct = nowMs();
+    this.edges = this.edges.filter(([, , , atMs]) => ct - atMs <= EDGE_LIFE_MS).slice(-32);
+    this.seq += 1;
+    this.sentAtMs = ct;
+    this.sentLook = this.look.join();
+    this.hooks.send({
+      t: "act", seq: this.seq, ct, keys: [...this.held], look: this.look, pad: this.pad,
+      edges: this.edges,
+    });
+  }
+}
