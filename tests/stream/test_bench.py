@@ -33,7 +33,7 @@ def test_bench_engine_prints_and_appends_its_record(
     assert list(record["parts"]) == parts
     assert all(set(part) == SPREAD_KEYS for part in record["parts"].values())
     assert (record["chunk"]["n"], record["chunk"]["dropped_count"]) == (2, 7)
-    assert record["class"] == "X"
+    assert record["class"] == "F"
 
 
 def test_ablations_tell_changed_bits_from_equal_ones(capsys: pytest.CaptureFixture[str]) -> None:
