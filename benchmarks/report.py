@@ -25,12 +25,10 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 QUALITY_ROWS: tuple[tuple[str, str, str], ...] = (
     ("vae", "PSNR, chunk 12", "autoencoder alone, chunk 12"),
     ("rollout", "gain over the frozen frame, chunk 3", "gain over the first frame held, chunk 3"),
-    ("rollout", "gain over the frozen frame, chunk 6", "the same, chunk 6"),
     ("rollout", "gain over the frozen frame, chunk 12", "the same, chunk 12"),
     ("rollout", "sharpness / VAE round trip, chunk 12", "sharpness against the autoencoder alone"),
     ("yaw", "median error, chunk 12", "error of a turn by 9.6 degrees, chunk 12"),
     ("walking", "seen / commanded, median, chunk 12", "way walked, seen / commanded, chunk 12"),
-    ("strafing", "seen / commanded, median, chunk 12", "way stepped aside, likewise"),
     ("return", "PSNR, chunk 5", "turned by 41 degrees and back"),
     ("prompt", "PSNR to the new style, chunk 5", "new prompt, the chunk after it"),
     ("long", "clips not empty, 60 s", "walks with things in view after 60 s, share"),
