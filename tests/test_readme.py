@@ -160,7 +160,10 @@ def test_names_are_those_of_the_code() -> None:
 def test_layout_names_every_package() -> None:
     block = README.partition("## Layout")[2].partition("##")[0]
     named = re.findall(r"^([a-z_]+)/ ", block, re.MULTILINE)
-    assert set(named) == {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"tests", "web_client"}
+    assert set(named) == {path.parent.name for path in ROOT.glob("*/__init__.py")} | {
+        "tests",
+        "web_client",
+    }
 
 
 def test_it_is_short() -> None:
