@@ -56,7 +56,7 @@ def other(browser: Browser) -> Iterator[Page]:
     context.close()
 
 
-def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
+def until(condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
     """Wait for a true value; fails with the last one."""
     deadline_s = time.monotonic() + limit_s
     while not (value := condition()):
