@@ -296,6 +296,19 @@ class Live:
             raise ProtocolError(ErrorCode.NO_SESSION, "no trace yet")
         return room.trace.trace
 
+    def picture(self, session_id: str, headers: Headers) -> Path:
+        """Uploaded picture that the newest epoch started from; its trace needs it to replay.
+
+        Raises:
+            ProtocolError: NO_SESSION, NOT_CONTROLLER.
+        """
+        trace = self.trace(session_id, headers)
+        image_id = self.registry.get(session_id).world.image_id
+        path = trace.with_name(f"{image_id}.png")
+        if image_id is None or not path.is_file():
+            raise ProtocolError(ErrorCode.NO_SESSION, "started from a scene")
+        return path
+
     async def recording(self, session_id: str, headers: Headers) -> Path:
         """MP4 of what the session showed so far.
 
