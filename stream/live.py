@@ -154,6 +154,7 @@ class Live:
                 warm_up_scene=settings.scene,
                 fps=FPS,
                 jit_margin_ms=settings.jit_margin_ms,
+                stale_ms=settings.key_stale_ms,
                 thread_count=settings.threads,
             ),
             open_source=self._open_source,
