@@ -141,6 +141,12 @@ def _add_sessions(app: FastAPI, live: Live) -> None:
         path = live.trace(session_id, request.headers)
         return FileResponse(path, media_type="application/jsonl", filename=path.name)
 
+    @app.get("/v1/sessions/{session_id}/picture.png", response_class=FileResponse)
+    async def picture(session_id: str, request: Request) -> FileResponse:
+        """Return the uploaded picture that the trace begins with. Same right as DELETE."""
+        path = live.picture(session_id, request.headers)
+        return FileResponse(path, media_type="image/png", filename=path.name)
+
     @app.get("/v1/sessions/{session_id}/recording.mp4", response_class=FileResponse)
     async def recording(session_id: str, request: Request) -> FileResponse:
         """Return what was shown so far. Same right as DELETE."""

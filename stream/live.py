@@ -154,6 +154,8 @@ class Live:
                 warm_up_scene=settings.scene,
                 fps=FPS,
                 jit_margin_ms=settings.jit_margin_ms,
+                stale_ms=settings.key_stale_ms,
+                thread_count=settings.threads,
             ),
             open_source=self._open_source,
             limits=self._watchdog,
@@ -295,6 +297,19 @@ class Live:
         if room is None or room.trace is None:
             raise ProtocolError(ErrorCode.NO_SESSION, "no trace yet")
         return room.trace.trace
+
+    def picture(self, session_id: str, headers: Headers) -> Path:
+        """Uploaded picture that the newest epoch started from; its trace needs it to replay.
+
+        Raises:
+            ProtocolError: NO_SESSION, NOT_CONTROLLER.
+        """
+        trace = self.trace(session_id, headers)
+        image_id = self.registry.get(session_id).world.image_id
+        path = trace.with_name(f"{image_id}.png")
+        if image_id is None or not path.is_file():
+            raise ProtocolError(ErrorCode.NO_SESSION, "started from a scene")
+        return path
 
     async def recording(self, session_id: str, headers: Headers) -> Path:
         """MP4 of what the session showed so far.

@@ -7,9 +7,11 @@ when it leaves; frames and messages of one session never reach another.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -346,7 +348,11 @@ class Room:
         self.trace = report
         image_id = None
         if report.start.image_path is not None:
-            image_id = report.start.image_path.rsplit("/", 1)[-1].partition(".")[0]
+            picture = Path(report.start.image_path)
+            image_id = picture.stem
+            # A trace names its picture: it replays only as long as the picture lies beside it.
+            with suppress(OSError):
+                shutil.copyfile(picture, report.trace.with_name(picture.name))
         self.session.world = p.WorldInfo(
             scene=report.start.scene,
             image_id=image_id,

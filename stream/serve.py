@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import secrets
+import signal
 import socket
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -45,6 +47,12 @@ class LiveServer(uvicorn.Server):
         if counter % int(PROGRESS_S * 10) == 0 and not self._is_up:
             self._tell()
         return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End in order; a second Ctrl-C waits for nothing. The signal is not raised again."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Tell viewers, end sessions and workers, then close connections."""

@@ -32,6 +32,8 @@ class ServerSettings(BaseSettings):
     weights: str = "shipped"
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Threads of the model on a CPU; by default torch's choice, one a core."""
     scene: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")] = "meadow-forest"
     """What a session begins with that names nothing."""
 

@@ -48,8 +48,8 @@ export class Controls {
       this.reset({ seed: Math.floor(Math.random() * SEEDS) }, "New seed");
     });
     element("upload").addEventListener("change", () => this.upload());
-    element("save-video").addEventListener("click", () => this.save("recording.mp4"));
-    element("save-trace").addEventListener("click", () => this.save("trace.jsonl"));
+    element("save-video").addEventListener("click", () => this.save("recording.mp4", `${this.fileName()}.mp4`));
+    element("save-trace").addEventListener("click", () => this.saveTrace());
     element("watch").addEventListener("click", () => this.copyWatchLink());
     element("hud-toggle").addEventListener("click", () => this.toggleHud());
     element("transport").addEventListener("change", () => this.onTransport());
@@ -137,10 +137,21 @@ export class Controls {
     }
   }
 
-  /** @param {"recording.mp4" | "trace.jsonl"} file */
-  async save(file) {
+  fileName() {
+    return `worldstream-${this.session.slice(0, 8)}`;
+  }
+
+  /** The trace, and the picture that it names where the world began with an uploaded one. */
+  async saveTrace() {
+    const { image_id: imageId } = this.page.connection.wants;
+    await this.save("trace.jsonl", `${this.fileName()}.trace.jsonl`);
+    if (imageId) await this.save("picture.png", `${imageId}.png`);
+  }
+
+  /** @param {"recording.mp4" | "trace.jsonl" | "picture.png"} file @param {string} name */
+  async save(file, name) {
     try {
-      await download(this.session, file, this.page.connection.resumeToken);
+      await download(this.session, file, name, this.page.connection.resumeToken);
     } catch (error) {
       this.notice(error instanceof HttpError ? error.message : "The file cannot be saved.");
     }

@@ -83,15 +83,16 @@ export async function uploadImage(picture) {
 /**
  * Hand a file of the session to the browser's downloads.
  *
- * @param {string} session @param {"recording.mp4" | "trace.jsonl"} file
+ * @param {string} session @param {"recording.mp4" | "trace.jsonl" | "picture.png"} file
+ * @param {string} name it is saved under
  * @param {string | null} bearer token of the session
  */
-export async function download(session, file, bearer) {
+export async function download(session, file, name, bearer) {
   const path = `/v1/sessions/${encodeURIComponent(session)}/${file}`;
   const blob = await (await request(path, {}, bearer)).blob();
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
-  link.download = `worldstream-${session.slice(0, 8)}.${file === "recording.mp4" ? "mp4" : "trace.jsonl"}`;
+  link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }

@@ -44,7 +44,7 @@ export class Input {
     this.look = [0, 0];
     /** @type {Axes} */
     this.pad = [0, 0, 0, 0];
-    this.sentLook = "0,0";
+    this.sentMotion = this.motion();
     this.sentAtMs = 0;
     this.listen();
     this.tick = this.tick.bind(this);
@@ -118,14 +118,17 @@ export class Input {
   tick() {
     requestAnimationFrame(this.tick);
     if (!this.isEnabled || document.hidden || !document.hasFocus()) return;
-    const pad = this.hooks.readPad();
-    const isMoved = pad.some((value, axis) => value !== this.pad[axis]);
-    const isStart = isMoved && !this.pad.some(Boolean);
-    this.pad = pad;
-    const isLook = this.look.join() !== this.sentLook;
-    if ((!isMoved && !isLook) || nowMs() - this.sentAtMs < MOTION_MS - 2) return;
+    const wasStill = !this.pad.some(Boolean);
+    this.pad = this.hooks.readPad();
+    const isStart = wasStill && this.pad.some(Boolean);
+    if (isStart) this.sentAtMs = 0;
+    if (this.motion() === this.sentMotion || nowMs() - this.sentAtMs < MOTION_MS - 2) return;
     this.send();
     if (isStart) this.hooks.onEdge(this.seq, nowMs());
+  }
+
+  motion() {
+    return [...this.look, ...this.pad].join();
   }
 
   refresh() {
@@ -139,7 +142,7 @@ export class Input {
     this.edges = this.edges.filter(([, , , atMs]) => ct - atMs <= EDGE_LIFE_MS).slice(-32);
     this.seq += 1;
     this.sentAtMs = ct;
-    this.sentLook = this.look.join();
+    this.sentMotion = this.motion();
     this.hooks.send({
       t: "act", seq: this.seq, ct, keys: [...this.held], look: this.look, pad: this.pad,
       edges: this.edges,

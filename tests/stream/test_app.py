@@ -6,6 +6,7 @@ import signal
 import time
 import urllib.error
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -353,6 +354,27 @@ def test_metrics_count_what_happened(service: Service) -> None:
     assert 'worldstream_sessions{state="RUNNING"} 1.0' in text
     assert client.made["session_id"] not in text
     client.close()
+
+
+def test_world_starts_from_an_upload_and_its_files_are_kept(tmp_path: Path) -> None:
+    # The renderer takes no pictures: this service says that it runs the model, and paints.
+    with running(renderer=False, record=str(tmp_path)) as service:
+        _, made = service.request("POST", "/v1/images", _png(), **{"Content-Type": "image/png"})
+        client = Client.hello(service, image_id=made["image_id"])
+        client.play()
+        client.until_frames(20)
+        token = {"Authorization": f"Bearer {client.made['resume_token']}"}
+        path = f"/v1/sessions/{client.made['session_id']}"
+        status, picture = service.request("GET", f"{path}/picture.png", **token)
+        assert (status, picture[:4]) == (200, b"\x89PNG")
+        client.close()
+    name = client.made["session_id"]
+    trace = (tmp_path / f"{name}-e0.trace.jsonl").read_text().splitlines()
+    assert json.loads(trace[-1])["type"] == "end"
+    assert json.loads(trace[0])["image"] == f"{made['image_id']}.png"
+    assert (tmp_path / f"{made['image_id']}.png").read_bytes() == picture
+    assert (tmp_path / f"{name}.mp4").read_bytes()[4:8] == b"ftyp"
+    assert not list(tmp_path.glob("*.ts"))
 
 
 def test_access_token_is_needed_where_there_is_one() -> None:

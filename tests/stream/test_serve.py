@@ -21,6 +21,23 @@ def test_api_process_never_imports_the_model() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_sigterm_ends_the_command_cleanly() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "stream.cli", "serve", "--renderer", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().decode() == f"http://127.0.0.1:{port}/\n"
+        process.terminate()
+        assert process.wait(20.0) == cli.EXIT_OK
+        told = process.stderr.read().decode()
+    assert "ready after" in told
+    assert "leaked" not in told
+    assert "Traceback" not in told
+
+
 @pytest.mark.parametrize("port", ["0", "70000", "http"])
 def test_wrong_port_is_bad_usage(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--port", port]) == cli.EXIT_USAGE

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 
 pytest.importorskip("playwright.sync_api")
 pytest.importorskip("fastapi")
@@ -18,7 +19,7 @@ from stream.sessions import Session
 from tests.stream.live_service import Service, running
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Download, Page
 
 pytestmark = [
     pytest.mark.cpu,
@@ -33,8 +34,8 @@ BLOCKED_UDP = "RTCPeerConnection.prototype.setRemoteDescription = () => new Prom
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Service]:
-    """A service for tests that leave it empty."""
-    with running(grace_s=0.5) as service:
+    """A service for tests that leave it empty; it takes pictures, as one with a model does."""
+    with running(renderer=False, grace_s=0.5) as service:
         yield service
 
 
@@ -56,7 +57,7 @@ def other(browser: Browser) -> Iterator[Page]:
     context.close()
 
 
-def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
+def until(condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
     """Wait for a true value; fails with the last one."""
     deadline_s = time.monotonic() + limit_s
     while not (value := condition()):
@@ -206,6 +207,36 @@ def test_wishes_are_applied_and_files_are_saved(
     (trace,) = tmp_path.glob("*.trace.jsonl")
     header = json.loads(trace.read_text(encoding="utf-8").splitlines()[0])
     assert header["scene"] == "snow-ruins"
+
+
+def test_own_picture_starts_a_world_and_comes_with_its_trace(
+    page: Page, service: Service, tmp_path: Path
+) -> None:
+    play(page, service, "?transport=jpeg")
+    picture = tmp_path / "own.png"
+    Image.new("RGB", (300, 200), "orange").save(picture)
+    page.set_input_files("#upload", picture)
+    wait_for_notice(page, "Own picture: done")
+    downloads: list[Download] = []
+    page.on("download", lambda download: downloads.append(download))
+    page.click("#save-trace")
+    until(lambda: page.wait_for_timeout(50) or len(downloads) == 2)
+    for download in downloads:
+        download.save_as(tmp_path / download.suggested_filename)
+    (trace,) = tmp_path.glob("*.trace.jsonl")
+    header = json.loads(trace.read_text(encoding="utf-8").splitlines()[0])
+    assert (tmp_path / header["image"]).is_file()
+
+
+def test_text_that_is_no_picture_is_refused_with_words(
+    page: Page, service: Service, tmp_path: Path
+) -> None:
+    play(page, service, "?transport=jpeg")
+    text = tmp_path / "text.png"
+    text.write_text("no picture")
+    page.set_input_files("#upload", text)
+    wait_for_notice(page, "Own picture: The picture cannot be used.")
+    assert page.get_attribute("body", "data-state") == "RUNNING"
 
 
 def test_reloaded_page_goes_on_in_the_same_world(page: Page, service: Service) -> None:

@@ -27,7 +27,7 @@ def service() -> Iterator[FakeService]:
         yield running
 
 
-def until(condition: Callable[[], Any], limit_s: float = 5.0) -> Any:
+def until(condition: Callable[[], Any], limit_s: float = 15.0) -> Any:
     """Wait for what a test expects of the other side; fails with the last value."""
     deadline_s = time.monotonic() + limit_s
     while not (value := condition()):
