@@ -145,6 +145,9 @@ class Client:
                 subprotocols=["wm.v1", f"ticket.{made['ticket']}"],  # type: ignore[list-item]
                 origin=(service.base if origin == "" else origin),  # type: ignore[arg-type]
                 compression=None,
+                # A browser reads whatever comes; a bounded queue would stop pongs as well.
+                max_queue=None,
+                ping_interval=None,
             )
         )
 
