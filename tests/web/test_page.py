@@ -173,8 +173,9 @@ def test_held_key_is_an_edge_then_fresh_snapshots_then_a_release(
 def test_tap_shorter_than_a_refresh_is_sent_as_two_edges(page: Page, service: FakeService) -> None:
     play(page, service)
     page.keyboard.press("d")
-    act = until(lambda: service.messages("act") and service.messages("act")[-1])
-    assert [edge[1:3] for edge in act.edges] == [("KeyD", 1), ("KeyD", 0)]
+    until(lambda: service.messages("act") and last_keys(service) == ())
+    edges = service.messages("act")[-1].edges
+    assert [edge[1:3] for edge in edges] == [("KeyD", 1), ("KeyD", 0)]
 
 
 RELEASES = {
@@ -231,7 +232,7 @@ def test_gamepad_moves_outside_its_dead_zone_only(page: Page, service: FakeServi
         "navigator.getGamepads = () => [{connected: true, axes: window.axes}]"
     )
     play(page, service)
-    act = until(lambda: service.messages("act") and service.messages("act")[-1])
+    act = until(lambda: service.messages("act"))[-1]
     assert act.pad == (0, -1, 0.412, 0)  # (0.5 - 0.15) / 0.85
     page.evaluate("window.axes = [0, 0, 0, 0]")
     until(lambda: service.messages("act")[-1].pad == (0, 0, 0, 0))
