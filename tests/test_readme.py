@@ -108,7 +108,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("miniworld", "benchmarks"):
         (tmp_path / name).mkdir()
     shutil.copy(ROOT / "miniworld" / "walk.jsonl", "miniworld")
-    (tmp_path / "my-weights").symlink_to(ROOT / "miniworld" / "weights")
     (tmp_path / "README.md").write_text(README, encoding="utf-8")
     shutil.copy(ROOT / "miniworld" / "README.md", "miniworld")
     monkeypatch.setattr(report, "README", tmp_path / "README.md")
