@@ -38,6 +38,8 @@ class ChunkNotice:
     gen1_ms: float
     """When the first frame was ready."""
     enq_ms: float
+    due_ms: float
+    """When the first frame leaves, or would have left."""
     is_correction: bool
 
 
@@ -63,7 +65,9 @@ class Announcer:
         meta: FrameMeta,
         timeline: pacing.Timeline,
         decision: pacing.PacingDecision,
+        *,
         queued_ms: float,
+        now_ms: float,
     ) -> ChunkNotice | None:
         """Notice that has to be told before this frame is sent; None where all is as told.
 
@@ -72,6 +76,7 @@ class Announcer:
             timeline: before this frame.
             decision: of this frame.
             queued_ms: wall clock when the frame came to be paced.
+            now_ms: wall clock of the decision.
         """
         if meta.chunk < 0:
             return None
@@ -88,6 +93,7 @@ class Announcer:
         left = self._frames_per_chunk - meta.offset
         self._expected_pts = [*past, *pacing.forecast_pts90(timeline, decision, left)]
         is_even = known is None and not meta.offset
+        ahead_ms = (decision.pts90 - self._expected_pts[0]) * 1e3 / pacing.PTS_HZ
         self.newest = ChunkNotice(
             k=meta.chunk,
             epoch=meta.epoch,
@@ -101,6 +107,7 @@ class Announcer:
             gen0_ms=meta.latch_ms,
             gen1_ms=known.gen1_ms if known else meta.ready_ms,
             enq_ms=known.enq_ms if known else queued_ms,
+            due_ms=now_ms + decision.wait_s * 1e3 - ahead_ms,
             is_correction=known is not None,
         )
         return self.newest

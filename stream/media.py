@@ -363,7 +363,13 @@ class Media:
 
     async def _send_new(self, waiting: _Waiting) -> None:
         decision = pacing.decide(self._timeline, self._clock_s())
-        told = self._announcer.announce(waiting.meta, self._timeline, decision, waiting.queued_ms)
+        told = self._announcer.announce(
+            waiting.meta,
+            self._timeline,
+            decision,
+            queued_ms=waiting.queued_ms,
+            now_ms=_wall_ms(),
+        )
         if told is not None:
             self._events.on_chunk(told)
         if decision.wait_s > 0:

@@ -489,6 +489,8 @@ class ChunkTimes(_Model):
     gen1: float | None = None
     """Absent while the chunk is still being made."""
     enq: float
+    due: float
+    """When the first frame leaves: everything before it is waiting for its turn."""
 
 
 class Chunk(_Model):

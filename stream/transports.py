@@ -215,5 +215,6 @@ def _chunk(notice: ChunkNotice, viewer: Viewer) -> p.Chunk:
             gen0=notice.gen0_ms,
             gen1=notice.gen1_ms,
             enq=notice.enq_ms,
+            due=notice.due_ms,
         ),
     )

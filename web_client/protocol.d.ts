@@ -60,6 +60,7 @@ export interface ChunkTimes {
   gen0: number;
   gen1?: number | null;
   enq: number;
+  due: number;
 }
 
 /** Clean leave. */

@@ -34,7 +34,9 @@ class Run:
     def send(self, frame, *, arrives_s=0.0):
         self.now_s = max(self.now_s, arrives_s)
         decision = pacing.decide(self.timeline, self.now_s)
-        told = self.announcer.announce(frame, self.timeline, decision, queued_ms=1600.0)
+        told = self.announcer.announce(
+            frame, self.timeline, decision, queued_ms=1600.0, now_ms=self.now_s * 1e3
+        )
         self.now_s += decision.wait_s
         self.timeline = pacing.with_sent(self.timeline, decision, self.now_s)
         return told, decision.pts90
@@ -71,6 +73,16 @@ def test_every_frame_leaves_as_told():
             times = told.pts or [told.pts0 + told.dpts * j for j in range(told.n)]
             told_pts = {told.first + j: pts for j, pts in enumerate(times)}
         assert abs(told_pts[frame.frame_id] - pts90) <= PTS_TOLERANCE
+
+
+def test_due_time_is_that_of_the_first_frame():
+    run = Run()
+    told = [run.send(meta(i))[0] for i in range(18)]
+    assert told[0].due_ms == 0.0
+    assert told[17].due_ms == pytest.approx(17 / 24 * 1e3)
+    corrected = run.send(meta(18), arrives_s=2.0)[0]
+    step_ms = (corrected.pts[1] - corrected.pts0) / pacing.PTS_HZ * 1e3
+    assert corrected.due_ms + step_ms == pytest.approx(2_000.0)
 
 
 def test_first_picture_is_no_chunk():
