@@ -19,11 +19,14 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from stream import metrics, protocol, uploads
+from stream import http_bodies as bodies
+from stream import metrics, uploads
 from stream.door import Door
+from stream.error_codes import ERROR_TEXT, HTTP_STATUS, ErrorCode, ProtocolError
 from stream.gate import Gate, has_token
+from stream.http_bodies import ErrorBody
 from stream.live import VERSION, Live
-from stream.protocol import ERROR_TEXT, HTTP_STATUS, ErrorBody, ErrorCode, ProtocolError
+from stream.schema import json_schema
 
 WEB_CLIENT = Path(__file__).resolve().parent.parent / "web_client"
 NOT_READY_RETRY_S = 2
@@ -86,14 +89,14 @@ def _add_operations(app: FastAPI, live: Live) -> None:
         return Response(live.metrics_text(), media_type=metrics.CONTENT_TYPE)
 
     @app.get("/v1/info")
-    async def info() -> protocol.ServiceInfo:
+    async def info() -> bodies.ServiceInfo:
         """Return what a page needs before it opens a session."""
         return await live.info()
 
     @app.get("/v1/protocol.json")
     async def schema() -> dict[str, Any]:
         """Return the JSON schema of all WebSocket messages."""
-        return protocol.json_schema()
+        return json_schema()
 
     @app.get("/v1/scenes/{name}.png", response_class=Response)
     async def thumbnail(name: str) -> Response:
@@ -119,14 +122,14 @@ def _add_sessions(app: FastAPI, live: Live) -> None:
         return {"image_id": image_id}
 
     @app.post("/v1/sessions", status_code=201)
-    async def create(body: protocol.CreateSession, request: Request) -> protocol.SessionCreated:
+    async def create(body: bodies.CreateSession, request: Request) -> bodies.SessionCreated:
         """Open, join or go on with a session."""
         _expect_access(live, request)
         key = request.headers.get("idempotency-key")
         return live.create(body, address=_address(request), idempotency_key=key)
 
     @app.get("/v1/sessions/{session_id}")
-    async def status(session_id: str) -> protocol.SessionStatus:
+    async def status(session_id: str) -> bodies.SessionStatus:
         """Return the state of a session."""
         return live.status(session_id)
 

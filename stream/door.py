@@ -14,10 +14,12 @@ import structlog
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from stream import client_messages as client
+from stream import http_bodies as bodies
 from stream import protocol as p
+from stream.error_codes import ERROR_TEXT, HTTP_STATUS, ErrorCode, ProtocolError
 from stream.gate import SECURITY_HEADERS
 from stream.live import Live
-from stream.protocol import ErrorCode, ProtocolError
 from stream.room import Room
 from stream.sessions import Ticket
 from stream.sockets import Socket
@@ -74,11 +76,11 @@ class Door:
     async def _refuse(self, websocket: WebSocket, error: ProtocolError) -> None:
         log.info("socket_refused", code=str(error.code), detail=error.detail)
         self._live.metrics.errors.labels(code=str(error.code)).inc()
-        body = p.ErrorBody(code=error.code, msg=p.ERROR_TEXT[error.code])
+        body = bodies.ErrorBody(code=error.code, msg=ERROR_TEXT[error.code])
         await websocket.send_denial_response(
             JSONResponse(
                 body.model_dump(mode="json"),
-                p.HTTP_STATUS[error.code],
+                HTTP_STATUS[error.code],
                 SECURITY_HEADERS,
             )
         )
@@ -109,7 +111,7 @@ async def _is_greeted(socket: Socket) -> bool:
         message = await asyncio.wait_for(socket.receive(), HELLO_LIMIT_S)
     except (TimeoutError, ProtocolError):
         message = None
-    if isinstance(message, p.Hello) and message.ver == p.VERSION:
+    if isinstance(message, client.Hello) and message.ver == p.VERSION:
         return True
     socket.close(ErrorCode.BAD_MESSAGE)
     return False

@@ -16,7 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stream.protocol import ERROR_TEXT, HTTP_STATUS, ErrorBody, ErrorCode
+from stream.error_codes import ERROR_TEXT, HTTP_STATUS, ErrorCode
+from stream.http_bodies import ErrorBody
 from stream.settings import ServerSettings
 
 BODY_LIMIT_BYTES = 64 * 1024

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stream.actions import ActionSnapshot, Edge
-from stream.protocol import KEY_CODES, Act
+from stream.client_messages import Act
+from stream.protocol import KEY_CODES
 
 FRAMES_REMEMBERED = 1_024
 EDGES_PENDING = 256

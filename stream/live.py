@@ -20,15 +20,18 @@ from pathlib import Path
 import structlog
 from starlette.datastructures import Headers
 
+from stream import http_bodies as bodies
 from stream import protocol as p
+from stream import server_messages as server
 from stream.actions import FRAMES_PER_CHUNK, wall_ms
+from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.gate import has_token
 from stream.jobs import WorldSpec, world_spec
 from stream.limits import BucketTable
 from stream.media_events import MediaSettings
 from stream.metrics import Metrics
 from stream.peer import IceServerSettings, IceSettings
-from stream.protocol import ErrorCode, ProtocolError, SessionState
+from stream.protocol import SessionState
 from stream.recording import export_mp4
 from stream.room import Room
 from stream.scenes import Scene, draw_scenes
@@ -182,24 +185,24 @@ class Live:
         )
 
     @property
-    def loading(self) -> p.Loading | None:
+    def loading(self) -> server.Loading | None:
         """Progress of the worker that is furthest behind, or None."""
         behind = [seat.worker for seat in self._seats if seat.worker.info is None]
         found = [worker.loading for worker in behind if worker.loading is not None]
         if not behind:
             return None
         if not found:
-            return p.Loading(stage="starting", percent=0.0, seconds=0.0)
+            return server.Loading(stage="starting", percent=0.0, seconds=0.0)
         slowest = min(found, key=lambda loading: loading.percent)
-        return p.Loading(stage=slowest.stage, percent=slowest.percent, seconds=slowest.seconds)
+        return server.Loading(stage=slowest.stage, percent=slowest.percent, seconds=slowest.seconds)
 
-    async def info(self) -> p.ServiceInfo:
+    async def info(self) -> bodies.ServiceInfo:
         """Everything a page needs before it opens a session."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._scenes_drawn.wait(), 15.0)
         settings = self.settings
         transports = ("webrtc", "ws") if settings.webrtc else ("ws",)
-        return p.ServiceInfo(
+        return bodies.ServiceInfo(
             version=VERSION,
             preset=settings.preset,
             source="renderer" if settings.renderer else "model",
@@ -211,7 +214,7 @@ class Live:
             ice=settings.ice_servers,
             limits=self._limits(),
             scenes=tuple(
-                p.SceneInfo(
+                bodies.SceneInfo(
                     name=scene.name, prompt=scene.prompt, thumbnail=f"/v1/scenes/{scene.name}.png"
                 )
                 for scene in self.scenes.values()
@@ -222,8 +225,8 @@ class Live:
         )
 
     def create(
-        self, request: p.CreateSession, *, address: str, idempotency_key: str | None
-    ) -> p.SessionCreated:
+        self, request: bodies.CreateSession, *, address: str, idempotency_key: str | None
+    ) -> bodies.SessionCreated:
         """Admit somebody.
 
         Raises:
@@ -258,14 +261,14 @@ class Live:
         self.metrics.uploads.labels(result="taken").inc()
         return image_id
 
-    def status(self, session_id: str) -> p.SessionStatus:
+    def status(self, session_id: str) -> bodies.SessionStatus:
         """State of a session.
 
         Raises:
             ProtocolError: NO_SESSION.
         """
         session = self.registry.get(session_id)
-        return p.SessionStatus(
+        return bodies.SessionStatus(
             session_id=session.id,
             state=session.state,
             reason=session.reason,
@@ -353,10 +356,10 @@ class Live:
 
     # ---- inside
 
-    def _created(self, admission: Admission) -> p.SessionCreated:
+    def _created(self, admission: Admission) -> bodies.SessionCreated:
         session = admission.session
         left_s = admission.expires_s - time.monotonic()
-        return p.SessionCreated(
+        return bodies.SessionCreated(
             session_id=session.id,
             role=admission.role,
             ticket=admission.ticket,
@@ -446,7 +449,7 @@ class Live:
         if change.new is SessionState.FAILED:
             code = session.last_error or ErrorCode.INTERNAL
             self.metrics.errors.labels(code=str(code)).inc()
-            room.broadcast(p.err(code, fatal=True))
+            room.broadcast(server.err(code, fatal=True))
             self.registry.transition(session, Event.CLOSE, str(code), time.monotonic(), code)
         elif change.new is SessionState.CLOSED:
             code = session.last_error or ErrorCode.GONE
@@ -523,8 +526,8 @@ class Live:
         for room in self._rooms.values():
             room.tell_stats()
             if self.registry.end_warning(room.session, now_s):
-                text = p.ERROR_TEXT[ErrorCode.MAX_DURATION]
-                room.broadcast(p.Warn(code="MAX_DURATION", msg=f"In a minute: {text}"))
+                text = ERROR_TEXT[ErrorCode.MAX_DURATION]
+                room.broadcast(server.Warn(code="MAX_DURATION", msg=f"In a minute: {text}"))
 
     def _forget_rooms(self) -> None:
         known = {session.id for session in self.registry}

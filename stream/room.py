@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, assert_never
 import structlog
 from pydantic import BaseModel
 
+from stream import client_messages as client
 from stream import protocol as p
+from stream import server_messages as server
 from stream.actions import FRAMES_PER_CHUNK, wall_ms
+from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.inputs import PhotonMeter, SessionInput
-from stream.protocol import ErrorCode, ProtocolError, SessionState
+from stream.protocol import SessionState
 from stream.sessions import Change, Event, Session
 from stream.transports import Transports
 from stream.viewer import Surroundings, Viewer
@@ -79,7 +82,7 @@ class Room:
         self._last_act_ms = 0.0
         self._act_lag_ms: float | None = None
         self._gen_ms: float | None = None
-        self._queue_told: p.Queue | None = None
+        self._queue_told: server.Queue | None = None
         self.trace: SessionStarted | None = None
         """Newest start, which names the trace."""
 
@@ -90,7 +93,7 @@ class Room:
 
     # ---- coming, going
 
-    def join(self, viewer: Viewer, *, loading: p.Loading | None) -> None:
+    def join(self, viewer: Viewer, *, loading: server.Loading | None) -> None:
         """A socket said hello. A second one of the player replaces the first."""
         now_s = time.monotonic()
         if viewer.is_player:
@@ -159,45 +162,47 @@ class Room:
 
     # ---- messages of browsers
 
-    def handle(self, viewer: Viewer, message: p.ClientMessage) -> None:
+    def handle(self, viewer: Viewer, message: client.ClientMessage) -> None:
         """Act on a message.
 
         Raises:
             ProtocolError: it is refused.
         """
         match message:
-            case p.Ping():
-                viewer.socket.send(p.Pong(id=message.id, ct=message.ct, st=wall_ms()))
-            case p.Hello():
+            case client.Ping():
+                viewer.socket.send(server.Pong(id=message.id, ct=message.ct, st=wall_ms()))
+            case client.Hello():
                 raise ProtocolError(ErrorCode.BAD_MESSAGE, "second hello")
-            case p.RtcOffer():
+            case client.RtcOffer():
                 self.transports.offer(viewer, message)
-            case p.RtcCandidate():
+            case client.RtcCandidate():
                 self.transports.candidate(viewer, message)
-            case p.RtcState():
+            case client.RtcState():
                 log.info("rtc_state", gen=message.gen, state=message.state)
-            case p.Media():
+            case client.Media():
                 self.transports.choose(viewer, message)
-            case p.Ack():
+            case client.Ack():
                 self.transports.acknowledge(viewer, message.frame)
-            case p.Kf():
+            case client.Kf():
                 self.transports.want_keyframe(viewer)
-            case p.Shown():
+            case client.Shown():
                 self._shown(viewer, message)
-            case p.ClientBye():
+            case client.ClientBye():
                 viewer.socket.close(ErrorCode.GONE)
             case _ if not viewer.is_player:
-                if not (isinstance(message, p.Act) and viewer.was_told_not_controller):
+                if not (isinstance(message, client.Act) and viewer.was_told_not_controller):
                     viewer.was_told_not_controller = True
                     raise ProtocolError(ErrorCode.NOT_CONTROLLER)
-            case p.Act():
+            case client.Act():
                 self._act(message)
-            case p.Prompt() | p.Reset() | p.Pause() | p.Resume() | p.Step():
+            case (
+                client.Prompt() | client.Reset() | client.Pause() | client.Resume() | client.Step()
+            ):
                 self._command(message)
             case _:
                 assert_never(message)
 
-    def _act(self, act: p.Act) -> None:
+    def _act(self, act: client.Act) -> None:
         if self.seat is None or self.session.state not in _PLAYABLE:
             return
         now_ms = wall_ms()
@@ -216,17 +221,19 @@ class Room:
             if taken.is_press or not is_paused:
                 self._around.registry.input(self.session, time.monotonic())
 
-    def _command(self, message: p.Prompt | p.Reset | p.Pause | p.Resume | p.Step) -> None:
+    def _command(
+        self, message: client.Prompt | client.Reset | client.Pause | client.Resume | client.Step
+    ) -> None:
         registry, session, now_s = self._around.registry, self.session, time.monotonic()
         session.last_input_s = now_s
         if self.seat is None or session.state not in (*_PLAYABLE, SessionState.WARMING):
             raise ProtocolError(ErrorCode.NOT_READY, str(session.state), retry_ms=1_000)
         match message:
-            case p.Prompt():
+            case client.Prompt():
                 prompt = p.clean_prompt(message.text)
                 self._prompts[message.id] = prompt
                 self.seat.send(SetPrompt(id=message.id, prompt=prompt))
-            case p.Reset():
+            case client.Reset():
                 start = None
                 if message.scene is not None or message.image_id is not None:
                     start = self._around.start_from(message.scene, message.image_id)
@@ -236,13 +243,13 @@ class Room:
                 self.seat.send(
                     Reset(id=message.id, start=start, prompt=prompt_or_none, seed=message.seed)
                 )
-            case p.Pause():
+            case client.Pause():
                 if session.state is not SessionState.PAUSED:
                     registry.transition(session, Event.PAUSE, message.reason or "user", now_s)
-            case p.Resume():
+            case client.Resume():
                 if session.state is not SessionState.RUNNING:
                     registry.transition(session, Event.PLAY, message.reason or "user", now_s)
-            case p.Step():
+            case client.Step():
                 if session.state is not SessionState.PAUSED:
                     registry.transition(session, Event.PAUSE, "step", now_s)
                 self.seat.send(StepOnce(id=message.id))
@@ -253,7 +260,7 @@ class Room:
             waited_ms = wall_ms() - self._arrivals.popleft()[1]
             self._around.metrics.present_s.observe(max(0.0, waited_ms) / 1e3)
 
-    def _shown(self, viewer: Viewer, message: p.Shown) -> None:
+    def _shown(self, viewer: Viewer, message: client.Shown) -> None:
         metrics = self._around.metrics
         metrics.frames_shown.inc(len(message.frames))
         if viewer.is_player:
@@ -293,7 +300,9 @@ class Room:
                 self._applied(report)
             case Loading():
                 self.broadcast(
-                    p.Loading(stage=report.stage, percent=report.percent, seconds=report.seconds)
+                    server.Loading(
+                        stage=report.stage, percent=report.percent, seconds=report.seconds
+                    )
                 )
             case Failed():
                 self._failed(report)
@@ -310,7 +319,7 @@ class Room:
             return
         # The worker starts again and brings the world back from its trace.
         self._around.metrics.worker_restarts.inc()
-        self.broadcast(p.Warn(code=str(code), msg=p.ERROR_TEXT[code] + " It starts again."))
+        self.broadcast(server.Warn(code=str(code), msg=ERROR_TEXT[code] + " It starts again."))
         self._plays_after_restart = session.state is SessionState.RUNNING
         self._around.registry.transition(session, Event.RESTART, str(code), time.monotonic())
 
@@ -360,19 +369,21 @@ class Room:
             seed=report.seed,
             epoch=report.epoch,
         )
+        self.broadcast(server.World(world=self.session.world))
         if self.transports.media is not None:
             self.transports.media.set_epoch(report.epoch)
         if report.epoch:
             self._around.metrics.epochs.inc()
         if not report.is_same_world:
-            self.broadcast(p.Warn(code="OTHER_WORLD", msg="The world came back changed."))
+            self.broadcast(server.Warn(code="OTHER_WORLD", msg="The world came back changed."))
         log.info("session_started", epoch=report.epoch, restored=report.restored_chunk_count)
 
     def _applied(self, report: Applied) -> None:
         prompt = self._prompts.pop(report.id, None)
         if prompt is not None:
             self.session.world = self.session.world.model_copy(update={"prompt": prompt})
-        self.broadcast(p.Applied(id=report.id, chunk=report.chunk, epoch=report.epoch))
+            self.broadcast(server.World(world=self.session.world))
+        self.broadcast(server.Applied(id=report.id, chunk=report.chunk, epoch=report.epoch))
 
     # ---- what viewers are told
 
@@ -399,7 +410,7 @@ class Room:
         """Tell the place in the queue where it changed."""
         told = self._queue_told
         if told is None or (told.pos, told.len) != (position, length):
-            self._queue_told = p.Queue(pos=position, len=length, eta_s=round(eta_s))
+            self._queue_told = server.Queue(pos=position, len=length, eta_s=round(eta_s))
             self.broadcast(self._queue_told)
 
     def tell_stats(self) -> None:
@@ -409,7 +420,7 @@ class Room:
             return
         for viewer in self.viewers.values():
             viewer.socket.send(
-                p.Stats(
+                server.Stats(
                     gen_ms=self._gen_ms,
                     queue_frames=stats.queue_frames,
                     fps_out=stats.fps_out,
@@ -421,9 +432,9 @@ class Room:
                 )
             )
 
-    def _welcome(self, viewer: Viewer) -> p.Welcome:
+    def _welcome(self, viewer: Viewer) -> server.Welcome:
         around, settings = self._around, self._around.settings
-        return p.Welcome(
+        return server.Welcome(
             session=self.session.id,
             role=viewer.role,
             resume_token=self.session.resume_token if viewer.is_player else None,
@@ -438,9 +449,9 @@ class Room:
             st=wall_ms(),
         )
 
-    def _state(self) -> p.State:
+    def _state(self) -> server.State:
         held_s = time.monotonic() - self.session.since_s
-        return p.State(
+        return server.State(
             state=self.session.state, reason=self.session.reason, since=wall_ms() - held_s * 1e3
         )
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.errors import StateError
 from stream.actions import ActionMailbox
-from stream.protocol import ErrorCode
+from stream.error_codes import ErrorCode
 from stream.supervisor import WorkerHandle
 from stream.worker_messages import (
     Command,

@@ -20,14 +20,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from stream.protocol import (
-    CreateSession,
-    ErrorCode,
-    ProtocolError,
-    SessionState,
-    WorldInfo,
-    clean_prompt,
-)
+from stream.error_codes import ErrorCode, ProtocolError
+from stream.http_bodies import CreateSession
+from stream.protocol import SessionState, WorldInfo, clean_prompt
 from stream.settings import ServerSettings
 
 TICKET_LIFE_S = 60.0

@@ -15,17 +15,11 @@ from collections import deque
 from pydantic import BaseModel
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from stream.client_messages import ClientMessage, parse_client
+from stream.error_codes import CLOSE_CODE, ErrorCode, ProtocolError
 from stream.limits import TokenBucket
-from stream.protocol import (
-    CLOSE_CODE,
-    ClientMessage,
-    ErrorCode,
-    ProtocolError,
-    bye,
-    encode,
-    err,
-    parse_client,
-)
+from stream.protocol import encode
+from stream.server_messages import bye, err
 
 CONTROL_LIMIT = 256
 VIDEO_LIMIT = 8

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import structlog
 
-from stream import protocol as p
+from stream import client_messages as client
+from stream import server_messages as server
 from stream.chunk_notice import ChunkNotice
+from stream.error_codes import ErrorCode, ProtocolError
 from stream.media import Media
 from stream.media_events import MediaEvents, MediaStats
 from stream.peer import OfferError
-from stream.protocol import ErrorCode, ProtocolError
 from stream.video_encoder import Codec
 from stream.viewer import Surroundings, Viewer
 
@@ -101,7 +102,7 @@ class Transports(MediaEvents):
         """Frames that this viewer did not get."""
         return 0 if self.media is None else self.media.dropped_count(viewer.id)
 
-    def offer(self, viewer: Viewer, offer: p.RtcOffer) -> None:
+    def offer(self, viewer: Viewer, offer: client.RtcOffer) -> None:
         """Answer an offer in the background.
 
         Raises:
@@ -117,21 +118,23 @@ class Transports(MediaEvents):
             raise ProtocolError(ErrorCode.RATE_LIMIT, "offers", retry_ms=2_000)
         viewer.negotiation = self._spawn(self._answer(self.media, viewer, offer), "rtc answer")
 
-    async def _answer(self, media: Media, viewer: Viewer, offer: p.RtcOffer) -> None:
+    async def _answer(self, media: Media, viewer: Viewer, offer: client.RtcOffer) -> None:
         try:
             answer = await media.add_webrtc(viewer.id, offer.gen, offer.sdp)
         except OfferError as error:
             log.info("offer_refused", code=error.code, detail=error.detail)
             viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
             return
-        viewer.socket.send(p.RtcAnswer(gen=offer.gen, sdp=answer.sdp, codec=str(answer.codec)))
+        viewer.socket.send(server.RtcAnswer(gen=offer.gen, sdp=answer.sdp, codec=str(answer.codec)))
 
-    def candidate(self, viewer: Viewer, message: p.RtcCandidate) -> None:
+    def candidate(self, viewer: Viewer, message: client.RtcCandidate) -> None:
         """Take one more ICE candidate in the background."""
         if self.media is not None:
             self._spawn(self._add_candidate(self.media, viewer, message), "rtc candidate")
 
-    async def _add_candidate(self, media: Media, viewer: Viewer, message: p.RtcCandidate) -> None:
+    async def _add_candidate(
+        self, media: Media, viewer: Viewer, message: client.RtcCandidate
+    ) -> None:
         # The offer that it belongs to may still be in hand.
         if viewer.negotiation is not None:
             await asyncio.wait((viewer.negotiation,))
@@ -142,7 +145,7 @@ class Transports(MediaEvents):
         except OfferError as error:
             viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
 
-    def choose(self, viewer: Viewer, message: p.Media) -> None:
+    def choose(self, viewer: Viewer, message: client.Media) -> None:
         """Change a viewer's transport."""
         if message.transport == "webrtc":
             viewer.ws_codec = None
@@ -177,7 +180,7 @@ class Transports(MediaEvents):
         """Tell a viewer how its RTP timestamps count."""
         viewer = self._viewers.get(viewer_id)
         if viewer is not None:
-            viewer.socket.send(p.RtcOrigin(gen=gen, origin=origin))
+            viewer.socket.send(server.RtcOrigin(gen=gen, origin=origin))
 
     def on_peer_state(self, viewer_id: str, gen: int, state: str) -> None:
         """Note which transport a viewer has."""
@@ -187,7 +190,7 @@ class Transports(MediaEvents):
         if state == "connected":
             self._chose(viewer, "webrtc")
         elif state == "failed":
-            viewer.socket.send(p.err(ErrorCode.RTC_FAILED))
+            viewer.socket.send(server.err(ErrorCode.RTC_FAILED))
 
     def on_encoded(self, codec: Codec, encode_ms: float, size_bytes: int) -> None:
         """Count the cost of a picture."""
@@ -200,8 +203,8 @@ class Transports(MediaEvents):
         return task
 
 
-def _chunk(notice: ChunkNotice, viewer: Viewer) -> p.Chunk:
-    return p.Chunk(
+def _chunk(notice: ChunkNotice, viewer: Viewer) -> server.Chunk:
+    return server.Chunk(
         k=notice.k,
         epoch=notice.epoch,
         first=notice.first,
@@ -210,7 +213,7 @@ def _chunk(notice: ChunkNotice, viewer: Viewer) -> p.Chunk:
         dpts=notice.dpts,
         pts=notice.pts,
         act=notice.act if viewer.is_player else None,
-        times=p.ChunkTimes(
+        times=server.ChunkTimes(
             latch=notice.latch,
             gen0=notice.gen0_ms,
             gen1=notice.gen1_ms,

@@ -12,15 +12,17 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from stream import http_bodies as bodies
 from stream import protocol
+from stream.schema import json_schema
 
 PATH = Path(__file__).resolve().parent.parent / "web_client" / "protocol.d.ts"
 _HTTP = (
-    protocol.CreateSession,
-    protocol.SessionCreated,
-    protocol.SessionStatus,
-    protocol.ServiceInfo,
-    protocol.ErrorBody,
+    bodies.CreateSession,
+    bodies.SessionCreated,
+    bodies.SessionStatus,
+    bodies.ServiceInfo,
+    bodies.ErrorBody,
 )
 _SIMPLE = {
     "string": "string",
@@ -38,11 +40,14 @@ def typescript() -> str:
         schema = TypeAdapter(model).json_schema(mode="serialization")
         definitions |= schema.pop("$defs", {})
         definitions[model.__name__] = schema
-    messages = protocol.json_schema()
+    messages = json_schema()
     definitions |= messages["$defs"]
     sent_by_client = {_name(each) for each in messages["client"]["oneOf"]}
     sent_by_client |= {"Caps", "CreateSession"}
-    lines = [f"// Made by stream/typescript.py from stream/protocol.py ({protocol.PROTOCOL}).", ""]
+    lines = [
+        f"// Made by stream/typescript.py from the messages of stream/ ({protocol.PROTOCOL}).",
+        "",
+    ]
     for name, schema in sorted(definitions.items()):
         lines += _declaration(name, schema, is_sent=name in sent_by_client)
     for name, side in (("ClientMessage", "client"), ("ServerMessage", "server")):

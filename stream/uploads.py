@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from stream.protocol import ErrorCode, ProtocolError
+from stream.error_codes import ErrorCode, ProtocolError
 
 CONTENT_TYPES = ("image/jpeg", "image/png", "image/webp")
 LIFE_S = 3_600.0

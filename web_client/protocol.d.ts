@@ -1,4 +1,4 @@
-// Made by stream/typescript.py from stream/protocol.py (wm.v1).
+// Made by stream/typescript.py from the messages of stream/ (wm.v1).
 
 /** A WebSocket video frame was drawn or dropped. */
 export interface Ack {
@@ -363,6 +363,12 @@ export interface Welcome {
   st: number;
 }
 
+/** The world of the session is another one than the viewer was told last. */
+export interface World {
+  t: "world";
+  world: WorldInfo;
+}
+
 /** The world of a session, as a page needs it after it connects again. */
 export interface WorldInfo {
   scene?: string | null;
@@ -373,4 +379,4 @@ export interface WorldInfo {
 }
 
 export type ClientMessage = Hello | RtcOffer | RtcCandidate | RtcState | Act | Ping | Ack | Kf | Media | Prompt | Reset | Pause | Resume | Step | Shown | ClientBye;
-export type ServerMessage = Welcome | Queue | Loading | State | RtcAnswer | RtcOrigin | Pong | Chunk | Applied | Stats | Warn | Err | ServerBye;
+export type ServerMessage = Welcome | Queue | Loading | State | World | RtcAnswer | RtcOrigin | Pong | Chunk | Applied | Stats | Warn | Err | ServerBye;

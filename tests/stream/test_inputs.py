@@ -2,8 +2,8 @@
 
 import pytest
 
+from stream.client_messages import Act
 from stream.inputs import PhotonMeter, SessionInput
-from stream.protocol import Act
 
 pytestmark = pytest.mark.cpu
 

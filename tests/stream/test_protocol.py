@@ -9,7 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stream import actions, protocol, typescript
-from stream.protocol import ErrorCode, ProtocolError, parse_client
+from stream import client_messages as client
+from stream import server_messages as server
+from stream.client_messages import parse_client
+from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
+from stream.schema import json_schema
 
 pytestmark = pytest.mark.cpu
 
@@ -49,7 +53,7 @@ def _refusal(text: str) -> ErrorCode:
 
 
 def test_there_is_an_example_of_every_client_message() -> None:
-    models = get_args(get_args(protocol.ClientMessage)[0])
+    models = get_args(get_args(client.ClientMessage)[0])
     known = {get_args(model.model_fields["t"].annotation)[0] for model in models}
     assert {each["t"] for each in MESSAGES} == known
 
@@ -63,7 +67,7 @@ def test_client_message_survives_a_round_trip(data: dict[str, Any]) -> None:
 
 def test_unknown_type_is_no_error_and_unknown_fields_are_passed_over() -> None:
     assert parse_client('{"t":"dance"}') is None
-    assert parse_client('{"t":"bye","mood":"sad"}') == protocol.ClientBye(t="bye")
+    assert parse_client('{"t":"bye","mood":"sad"}') == client.ClientBye(t="bye")
 
 
 @pytest.mark.parametrize(
@@ -127,12 +131,12 @@ def test_any_json_is_read_or_refused(value: Any, kind: str) -> None:
 
 
 def test_server_message_survives_a_round_trip() -> None:
-    for message in (protocol.bye(ErrorCode.IDLE), protocol.err(ErrorCode.RATE_LIMIT, retry_ms=5)):
-        assert protocol.parse_server(protocol.encode(message)) == message
+    for message in (server.bye(ErrorCode.IDLE), server.err(ErrorCode.RATE_LIMIT, retry_ms=5)):
+        assert server.parse_server(protocol.encode(message)) == message
 
 
 def test_every_code_has_a_text() -> None:
-    assert set(protocol.ERROR_TEXT) == set(ErrorCode)
+    assert set(ERROR_TEXT) == set(ErrorCode)
 
 
 def test_keys_of_the_protocol_are_those_of_the_mailbox() -> None:
@@ -146,7 +150,7 @@ def test_typescript_types_are_fresh() -> None:
 
 
 def test_schema_names_every_message() -> None:
-    schema = protocol.json_schema()
+    schema = json_schema()
     names = {each["$ref"].rsplit("/", 1)[-1] for each in schema["client"]["oneOf"]}
     assert len(names) == len(MESSAGES)
     assert names <= set(schema["$defs"])

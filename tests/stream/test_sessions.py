@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream.protocol import CreateSession, ErrorCode, ProtocolError, SessionState
+from stream.error_codes import ErrorCode, ProtocolError
+from stream.http_bodies import CreateSession
+from stream.protocol import SessionState
 from stream.sessions import TRANSITIONS, Admission, Change, Event, Registry, Session
 from stream.settings import ServerSettings, load_settings
 

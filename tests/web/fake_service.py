@@ -22,7 +22,11 @@ from fastapi.staticfiles import StaticFiles
 from PIL import Image
 from starlette.websockets import WebSocketDisconnect
 
+from stream import client_messages as client
+from stream import http_bodies as bodies
 from stream import protocol as p
+from stream import server_messages as server
+from stream.error_codes import ERROR_TEXT, HTTP_STATUS, ErrorCode
 
 WEB_CLIENT = Path(__file__).parents[2] / "web_client"
 LIMITS = p.Limits(image_bytes=8 << 20, key_refresh_ms=50, key_stale_ms=500, ladder_s=(0.6, 0.6))
@@ -40,8 +44,8 @@ class FakeService:
     """What the page sees, set by the test; what the page sent, kept in `received`."""
 
     def __init__(self) -> None:
-        self.loading: p.Loading | None = None
-        self.refusal: p.ErrorCode | None = None
+        self.loading: server.Loading | None = None
+        self.refusal: ErrorCode | None = None
         self.first_state = p.SessionState.READY
         self.received: list[Any] = []
         self.created: list[dict[str, Any]] = []
@@ -73,16 +77,16 @@ class FakeService:
 
     def set_state(self, state: p.SessionState, reason: str = "") -> None:
         """Tell the page of a new state."""
-        self.send(p.State(state=state, reason=reason, since=time.time() * 1000))
+        self.send(server.State(state=state, reason=reason, since=time.time() * 1000))
 
-    def info(self) -> p.ServiceInfo:
+    def info(self) -> bodies.ServiceInfo:
         """Return the body of `/v1/info`."""
-        return p.ServiceInfo(
+        return bodies.ServiceInfo(
             version="0", preset="tiny", source="renderer",
             video=p.VideoInfo(w=256, h=160, fps=24), chunk=p.ChunkInfo(first=17, next=17),
             latch_ms=708, codecs=("jpeg",), ice=(), limits=LIMITS,
             scenes=tuple(
-                p.SceneInfo(
+                bodies.SceneInfo(
                     name=name, prompt=f"words of {name}", thumbnail=f"/v1/scenes/{name}.png"
                 )
                 for name in ("meadow-forest", "snow-ruins")
@@ -110,13 +114,15 @@ class FakeService:
         return JSONResponse({**body, "loading": self.loading.model_dump()}, 503)
 
     def _create(self, body: dict[str, Any]) -> JSONResponse:
-        p.CreateSession.model_validate(body)
+        bodies.CreateSession.model_validate(body)
         self.created.append(body)
         if self.refusal is not None:
-            error = p.ErrorBody(code=self.refusal, msg=p.ERROR_TEXT[self.refusal], retry_ms=60_000)
-            return JSONResponse(error.model_dump(mode="json"), p.HTTP_STATUS[self.refusal])
+            error = bodies.ErrorBody(
+                code=self.refusal, msg=ERROR_TEXT[self.refusal], retry_ms=60_000
+            )
+            return JSONResponse(error.model_dump(mode="json"), HTTP_STATUS[self.refusal])
         self._session_count += 1
-        made = p.SessionCreated(
+        made = bodies.SessionCreated(
             session_id="s1", role="controller", ticket="a" * 43, ws_url="/v1/ws", queue_pos=None,
             resume_token=f"resume-{self._session_count}", state=self.first_state, expires_at=0,
         )  # fmt: skip
@@ -128,7 +134,7 @@ class FakeService:
         video = asyncio.create_task(self._video(socket))
         try:
             while True:
-                message = p.parse_client(await socket.receive_text())
+                message = client.parse_client(await socket.receive_text())
                 self.received.append(message)
                 await self._answer(socket, message)
         except WebSocketDisconnect:
@@ -137,25 +143,25 @@ class FakeService:
             video.cancel()
 
     async def _answer(self, socket: WebSocket, message: Any) -> None:
-        if isinstance(message, p.Hello):
+        if isinstance(message, client.Hello):
             world = p.WorldInfo(
                 scene="meadow-forest", image_id=None, prompt="words", seed=0, epoch=0
             )
-            welcome = p.Welcome(
+            welcome = server.Welcome(
                 session="s1", role="controller", resume_token=f"resume-{self._session_count}",
                 video=p.VideoInfo(w=256, h=160, fps=24), chunk=p.ChunkInfo(first=17, next=17),
                 latch_ms=708, ice=(), limits=LIMITS, world=world, last_seq=100, hb_ms=2000,
                 st=time.time() * 1000,
             )  # fmt: skip
             await socket.send_text(p.encode(welcome))
-            state = p.State(state=self.first_state, reason="", since=time.time() * 1000)
+            state = server.State(state=self.first_state, reason="", since=time.time() * 1000)
             await socket.send_text(p.encode(state))
-        elif isinstance(message, p.Ping):
-            pong = p.Pong(id=message.id, ct=message.ct, st=time.time() * 1000)
+        elif isinstance(message, client.Ping):
+            pong = server.Pong(id=message.id, ct=message.ct, st=time.time() * 1000)
             await socket.send_text(p.encode(pong))
-        elif isinstance(message, p.Media):
+        elif isinstance(message, client.Media):
             self._sends_video = message.codec == "jpeg"
-        elif isinstance(message, p.Act):
+        elif isinstance(message, client.Act):
             self._seq = message.seq
 
     async def _video(self, socket: WebSocket) -> None:

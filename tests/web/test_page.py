@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("playwright.sync_api")
 pytest.importorskip("fastapi")
 
-from stream import protocol as p
+from stream import server_messages as server
+from stream.error_codes import CLOSE_CODE, ERROR_TEXT, ErrorCode
 from stream.protocol import SessionState
 from tests.web.fake_service import FakeService, serve
 
@@ -78,7 +79,7 @@ def test_every_state_has_words(
 def test_loading_shows_stage_and_percent_until_the_model_is_there(
     page: Page, service: FakeService
 ) -> None:
-    service.loading = p.Loading(stage="weights", percent=40, seconds=12)
+    service.loading = server.Loading(stage="weights", percent=40, seconds=12)
     page.goto(service.url + "/?transport=jpeg")
     wait_for_headline(page, "The model is loading")
     assert page.inner_text("#detail") == "weights: 40 %, 12 s so far"
@@ -91,13 +92,13 @@ def test_queue_shows_position_and_estimate(page: Page, service: FakeService) -> 
     service.first_state = SessionState.QUEUED
     page.goto(service.url)
     until(lambda: service.messages("hello"))
-    service.send(p.Queue(pos=2, len=3, eta_s=40))
+    service.send(server.Queue(pos=2, len=3, eta_s=40))
     wait_for_headline(page, "You are number 2 of 3 in the queue, about 40 s")
     assert service.messages("media") == []
 
 
 def test_full_queue_is_said(page: Page, service: FakeService) -> None:
-    service.refusal = p.ErrorCode.QUEUE_FULL
+    service.refusal = ErrorCode.QUEUE_FULL
     page.goto(service.url)
     wait_for_headline(page, "Busy")
 
@@ -107,11 +108,11 @@ def test_invalid_picture_is_said_and_the_button_starts_a_new_world(
 ) -> None:
     play(page, service)
     service.set_state(SessionState.FAILED)
-    service.send(p.err(p.ErrorCode.GEN_INVALID, fatal=True))
-    service.send(p.bye(p.ErrorCode.GEN_INVALID))
-    service.close_socket(p.CLOSE_CODE[p.ErrorCode.GEN_INVALID])
+    service.send(server.err(ErrorCode.GEN_INVALID, fatal=True))
+    service.send(server.bye(ErrorCode.GEN_INVALID))
+    service.close_socket(CLOSE_CODE[ErrorCode.GEN_INVALID])
     wait_for_headline(page, "The world stopped")
-    assert page.inner_text("#detail") == p.ERROR_TEXT[p.ErrorCode.GEN_INVALID]
+    assert page.inner_text("#detail") == ERROR_TEXT[ErrorCode.GEN_INVALID]
     time.sleep(0.6)  # twice the first back-off
     assert len(service.created) == 1
     page.click("#overlay-button")
@@ -257,7 +258,7 @@ def test_prompt_scene_seed_pause_and_step_are_sent(page: Page, service: FakeServ
     page.keyboard.press("Enter")
     wish = until(lambda: service.messages("prompt"))[0]
     assert wish.text == "snow at night"
-    service.send(p.Applied(id=wish.id, chunk=6, epoch=0))
+    service.send(server.Applied(id=wish.id, chunk=6, epoch=0))
     page.wait_for_function("document.getElementById('notice').textContent === 'New prompt: done'")
     page.click("button[data-scene=snow-ruins]")
     reset = until(lambda: service.messages("reset"))[0]
