@@ -17,7 +17,7 @@ from torch import Tensor
 from miniworld import primitives as P
 from miniworld import styles as S
 from miniworld.scene import Scenes
-from miniworld.walks import wrap
+from miniworld.walks import CLEARANCE, EYE_HEIGHT, HANGING, wrap
 
 FOCAL_PER_WIDTH = 0.505050505
 FADE_START, FADE_END = 11.0, 15.5
@@ -26,6 +26,10 @@ SHADOW_START, SHADOW_END = 5.0, 9.0
 """Length of a shadow ray over which the shadow vanishes."""
 _CASTER_FADE = (8.0, 12.5)  # a shadow is gone before its caster changes sides on the torus
 _POND_FADE = (9.5, 13.5)
+_SINK_GAP = 0.7 * CLEARANCE
+"""Gap between the eye and a solid below which the solid sinks into the ground. Walks that keep
+`CLEARANCE` never see it; in a world that a model invents nothing stops the walker, and what one
+walks into must give way to a view rather than fill it."""
 _NEAR = 0.03
 
 # Columns of FrameTables.solids_GNK.
@@ -103,11 +107,13 @@ def _solids(rows_GNP: Tensor, position_G3: Tensor, style_GS: Tensor) -> Tensor:
     palette = style_GS[:, S.PALETTE].unflatten(1, (P.PALETTE_SIZE, 3))
     index = rows[..., P.COLOUR].long()[..., None].expand(-1, -1, 3)
     colour = palette.gather(1, index) * rows[..., P.BRIGHTNESS, None]
-    present = rows[..., P.PRESENT]
+    rise = _rise(rows, offset)
+    present = rows[..., P.PRESENT] * (rise > 0.0)
     alpha = present * (1.0 - smoothstep(FADE_START, FADE_END, distance))
     shade = present * (1.0 - smoothstep(*_CASTER_FADE, distance))
     angle = rows[..., P.ANGLE]
-    plain = [rows[..., column] for column in (P.BASE, P.HEIGHT, P.A, P.B)]
+    base = rows[..., P.BASE] - (1.0 - rise) * (rows[..., P.BASE] + rows[..., P.HEIGHT])
+    plain = [base, *(rows[..., column] for column in (P.HEIGHT, P.A, P.B))]
     return torch.stack(
         [
             *offset.unbind(-1), *plain, angle.cos(), angle.sin(), rows[..., P.TAPER],
@@ -115,6 +121,24 @@ def _solids(rows_GNP: Tensor, position_G3: Tensor, style_GS: Tensor) -> Tensor:
         ],
         -1,
     ).contiguous()  # fmt: skip
+
+
+def _rise(rows_GNP: Tensor, offset_GN2: Tensor) -> Tensor:
+    """Share of each solid that stands [G, N]: 1, or less where the eye all but touches it.
+
+    What hangs above the eye (crowns, roofs, beams) stays.
+    """
+    box, round_ = rows_GNP[:, : P.BOX_COUNT], rows_GNP[:, P.BOX_COUNT :]
+    cos, sin = box[..., P.ANGLE].cos(), box[..., P.ANGLE].sin()
+    x, z = offset_GN2[:, : P.BOX_COUNT].unbind(-1)
+    gap_x = (cos * x - sin * z).abs() - box[..., P.A]
+    gap_z = (sin * x + cos * z).abs() - box[..., P.B]
+    radius = torch.maximum(round_[..., P.A], round_[..., P.B])
+    gap = torch.cat(
+        [torch.maximum(gap_x, gap_z), offset_GN2[:, P.BOX_COUNT :].norm(dim=-1) - radius], 1
+    )
+    hangs = rows_GNP[..., P.BASE] >= EYE_HEIGHT + HANGING
+    return torch.where(hangs, 1.0, smoothstep(0.0, _SINK_GAP, gap))
 
 
 def _ponds(ponds_GQ4: Tensor, position_G3: Tensor) -> Tensor:

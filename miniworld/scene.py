@@ -130,6 +130,7 @@ def sample_clips(
     switch_chunk: int | None = None,
     mid_session_share: float = 0.35,
     palette_share: float = 0.25,
+    through_share: float = 0.0,
     kinds: Sequence[str] | None = None,
 ) -> Clips:
     """Draw clips of `chunks` x 17 frames.
@@ -137,6 +138,8 @@ def sample_clips(
     switch_chunk: first chunk in the new style; 0 means that only the anchor image wears the old
     one; None means no switch. mid_session_share: share of clips whose session began elsewhere,
     5 to 100 units away. palette_share: share of clips that begin in an unnamed style.
+    through_share: share of clips whose walker nothing stops, as in a world that a model invents:
+    what is walked into sinks into the ground. Half of these clips begin facing something near.
 
     Raises: ValueError for an unknown kind or a switch_chunk outside 0..chunks.
     """
@@ -147,7 +150,12 @@ def sample_clips(
     obstacles = walks.Obstacles(scenes.primitives_CNP, scenes.ponds_CQ4)
     start = walks.choose_starts(obstacles, count, generator)
     keys = walks.key_scripts(count, chunks * CHUNK_FRAMES, generator)
-    c2w = walks.integrate(walks.smoothed_speeds(keys), obstacles, start)
+    # A generator of its own, so that the share changes nothing else of a seed's clips.
+    u_C = torch.rand(count, generator=torch.Generator().manual_seed(seed + 0x7B2))
+    stops = obstacles.opened(u_C < through_share)
+    faces = u_C < 0.5 * through_share
+    start[:, 2] = torch.where(faces, obstacles.heading_to_nearest(start[:, :2]), start[:, 2])
+    c2w = walks.integrate(walks.smoothed_speeds(keys), stops, start)
     is_mid = torch.rand(count, generator=generator) < mid_session_share
     far = _far_origins(obstacles, start, generator)
     origin = torch.where(is_mid[:, None, None], far, c2w[:, 0])

@@ -159,7 +159,7 @@ def _distil(args: argparse.Namespace, ranks: Ranks, log: Log) -> None:
         cache,
         config,
         load_shards(args.out, "flow"),
-        recipe=DistilConfig(batch=args.batch, rollouts=args.rollouts),
+        recipe=DistilConfig(batch=args.batch, rollouts=args.rollouts, replays=args.replays),
         budget_s=args.budget_seconds,
         seed=args.seed,
         ranks=ranks,
@@ -204,7 +204,13 @@ def build_models(
 def _export(args: argparse.Namespace, log: Log) -> None:
     """Write the folder that an engine loads: int8 rows, the autoencoder, hashes of all files."""
     config = mini_config()
-    model, text = build_models(config, load_shards(args.out, args.stage_weights))
+    state = load_shards(args.out, args.stage_weights)
+    if args.flow_share > 0.0:
+        flow = load_shards(args.out, "flow")
+        state = {
+            name: torch.lerp(value, flow[name], args.flow_share) for name, value in state.items()
+        }
+    model, text = build_models(config, state)
     args.to.mkdir(parents=True, exist_ok=True)
     shutil.copytree(args.out / "vae", args.to / "vae", dirs_exist_ok=True)
     model_hash = save_model(args.to, model, config, text_encoder=text)
@@ -248,7 +254,14 @@ def _parser() -> argparse.ArgumentParser:
     export = stages.add_parser("export", parents=[common], help="write a folder of weights")
     export.add_argument("--to", type=Path, required=True, help="folder of the shipped weights")
     export.add_argument("--stage-weights", choices=("flow", "distil"), default="distil")
+    export.add_argument(
+        "--flow-share",
+        type=float,
+        default=0.0,
+        help="share of stage flow's weights in a mean with the others': truer and softer",
+    )
     distil.add_argument("--rollouts", type=int, default=128, help="rollouts made at once")
+    distil.add_argument("--replays", type=int, default=1, help="parts replayed of each rollout")
     return parser
 
 

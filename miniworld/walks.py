@@ -24,6 +24,8 @@ SMOOTHING = 0.35
 PITCH_LIMIT_RAD = 0.25
 CLEARANCE = 0.35
 """Least distance between the eye and a solid, world units."""
+HANGING = 0.2
+"""A solid whose base is this far above the eye hangs: one walks beneath it."""
 
 _START_CANDIDATES = 24
 
@@ -88,7 +90,7 @@ class Obstacles:
     def __init__(self, rows_CNP: Tensor, ponds_CQ4: Tensor) -> None:
         rows = self._rows = rows_CNP.double()
         self._centre = rows[..., [P.X, P.Z]]
-        low = rows[..., P.BASE] < EYE_HEIGHT + 0.2
+        low = rows[..., P.BASE] < EYE_HEIGHT + HANGING
         self._is_solid = (rows[..., P.PRESENT] > 0.0) & low
         is_box = torch.arange(rows.shape[1]) < P.BOX_COUNT
         self._boxes = slice(0, P.BOX_COUNT)
@@ -123,11 +125,24 @@ class Obstacles:
         push = (round_ * depth[..., None]).sum(1)
         return push + torch.stack([push_x, push_z], -1)
 
+    def opened(self, is_open_C: Tensor) -> "Obstacles":
+        """Return the same obstacles, none of which stops the walkers of clips [C] that are open."""
+        rows = self._rows.clone()
+        rows[is_open_C, :, P.PRESENT] = 0.0
+        return Obstacles(rows, self._ponds)
+
     def repeat(self, times: int) -> "Obstacles":
         """Return the same obstacles for `times` candidates a clip, candidate index fastest."""
         return Obstacles(
             self._rows.repeat_interleave(times, 0), self._ponds.repeat_interleave(times, 0)
         )
+
+    def heading_to_nearest(self, position_C2: Tensor) -> Tensor:
+        """Heading [C] in radians from each position to the solid whose side is nearest."""
+        offset = wrap(self._centre - position_C2[:, None])
+        gap = torch.where(self._is_solid, offset.norm(dim=-1) - self.radius, torch.inf)
+        nearest = offset[torch.arange(len(offset)), gap.argmin(1)]
+        return torch.atan2(nearest[:, 0], nearest[:, 1])
 
     def view_score(self, position_C2: Tensor, heading_C: Tensor) -> Tensor:
         """Rate a standpoint [C]: things at a middle distance ahead, nothing in one's face."""

@@ -49,7 +49,9 @@ class DistilConfig:
     batch: int = 16
     """Clips of one update on one process."""
     rollouts: int = 128
-    """Clips rolled out at once; each serves one critic update."""
+    """Clips rolled out at once; each serves one critic update for each replay of it."""
+    replays: int = 1
+    """Replays of each rollout, each of another part of it where it is longer than the pass."""
     replay_chunks: int = 10
     """Chunks of the packed pass; clips may be longer."""
     student_lr: float = 1e-4
@@ -58,7 +60,7 @@ class DistilConfig:
     """Critic updates for each update of the student."""
     critic_warm_up: int = 24
     """Critic updates before the student moves."""
-    truth_weight: float = 0.1
+    truth_weight: float = 0.2
     score_shift: float = 3.0
     score_sigma: tuple[float, float] = (0.02, 0.98)
     leading_share: float = 0.15
@@ -362,12 +364,14 @@ def train_distil(
                 student, cache.batch(recipe.rollouts, dice, device), config, generator, dice
             )
             size = recipe.batch
-            buffer = [
-                made.take(slice(first, first + size))
-                for first in range(0, recipe.rollouts - size + 1, size)
-            ]
+            firsts = range(0, recipe.rollouts - size + 1, size)
+            for first in firsts:
+                part = made.take(slice(first, first + size))
+                chosen = dice.sample(starts, min(recipe.replays, len(starts)))
+                buffer += [part.cut(start, chunks, config.window_chunks) for start in chosen]
+            dice.shuffle(buffer)
             rollout_s += time.monotonic() - before_s
-        rollouts = buffer.pop().cut(dice.choice(starts), chunks, config.window_chunks)
+        rollouts = buffer.pop()
         replay = Replay(rollouts, config, recipe, layout, run_block, generator)
         with torch.no_grad():
             student_x0 = replay.student(student)

@@ -5,7 +5,8 @@ trains with the very numerics of inference: bf16 blocks, fp32 islands, fp32 mast
 
 What the loss asks for, each from a measured lesson:
 - per-chunk times: a share exactly on the sampler's grid, the rest from a shifted uniform;
-- a noisy history that claims to be clean, so that the model survives its own mistakes;
+- a history with faults that claims to be clean, so that the model mends its own mistakes instead
+  of adding to them: noise, colours that drift, blur;
 - sometimes the first latents of a chunk are clean, so that a chunk can be made again from its
   middle;
 - rows with objects count more, or thin things dissolve;
@@ -25,10 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.denoise import model_times
+from engine.layout import patchify, unpatchify
 from engine.model.dit import MiniMaxH3Transformer
 from engine.text import WordEncoder
 from miniworld.stages.latents import ClipCache, LatentClips
@@ -65,6 +69,12 @@ class FlowConfig:
     """Largest sigma of the history's noise."""
     history_noise_share: float = 0.75
     """Share of clips whose history is noisy."""
+    history_tint: float = 0.15
+    """Deviation of a channel's shift in a tinted history; each chunk takes a share of it."""
+    history_tint_share: float = 0.3
+    history_blur: float = 0.6
+    """Largest share of a 3 x 3 box filter in a blurred history."""
+    history_blur_share: float = 0.3
     leading_share: float = 0.2
     """Share of chunks that begin with one to four clean latents."""
     coverage_weight: float = 1.5
@@ -211,6 +221,31 @@ def prefix_inputs(
     }
 
 
+def _worn(
+    x0_BNRC: Tensor, config: ModelConfig, recipe: FlowConfig, generator: torch.Generator
+) -> Tensor:
+    """Blur and tint the histories of some clips, as long rollouts do."""
+    batch, chunks, _, features = x0_BNRC.shape
+    channels, device = config.in_channels, x0_BNRC.device
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device)
+
+    pictures = unpatchify(x0_BNRC.flatten(0, 1), config.geometry)
+    soft = F.avg_pool2d(
+        rearrange(pictures, "n c t h w -> (n t) c h w"), 3, 1, 1, count_include_pad=False
+    )
+    soft_rows = patchify(rearrange(soft, "(n t) c h w -> n c t h w", n=batch * chunks))
+    is_blurred = uniform(batch, 1, 1, 1) < recipe.history_blur_share
+    blur = recipe.history_blur * uniform(batch, chunks, 1, 1) * is_blurred
+    tint = torch.randn((batch, 1, 1, channels), generator=generator, device=device)
+    is_tinted = uniform(batch, 1, 1, 1) < recipe.history_tint_share
+    tint = recipe.history_tint * uniform(batch, chunks, 1, 1) * is_tinted * tint
+    # Features are channel-major: all positions of a patch share their channel's shift.
+    shift = tint.repeat_interleave(features // channels, dim=-1)
+    return x0_BNRC + blur * (soft_rows.view_as(x0_BNRC) - x0_BNRC) + shift
+
+
 def flow_batch(
     clips: LatentClips, config: ModelConfig, recipe: FlowConfig, generator: torch.Generator
 ) -> tuple[PackedInputs, Tensor, Tensor]:
@@ -227,7 +262,8 @@ def flow_batch(
 
     is_noisy_history = uniform(batch, 1, 1, 1) < recipe.history_noise_share
     history_sigma = uniform(batch, chunks, 1, 1) * recipe.history_noise * is_noisy_history
-    clean = (1 - history_sigma) * x0_BNRC + history_sigma * normal()
+    faulty = _worn(x0_BNRC, config, recipe, generator)
+    clean = (1 - history_sigma) * faulty + history_sigma * normal()
 
     u_BN = uniform(batch, chunks)
     sigma_BN = recipe.shift * u_BN / (1 + (recipe.shift - 1) * u_BN)

@@ -31,6 +31,8 @@ from vae_stream.taehv import TinyVae
 
 FRAMES_PER_CHUNK = 17
 _CLIPS_PER_CALL = 32
+_THROUGH_SHARE = 0.6
+"""Share of clips whose walker nothing stops: nothing does in a world that the model invents."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +176,11 @@ class ClipCache:
             dice = random.Random(seed * 100_003 + index)
             switch = None if dice.random() < 0.55 else dice.randrange(chunks)
             clips = sample_clips(
-                clips_per_group, chunks, seed=dice.getrandbits(40), switch_chunk=switch
+                clips_per_group,
+                chunks,
+                seed=dice.getrandbits(40),
+                switch_chunk=switch,
+                through_share=_THROUGH_SHARE,
             )
             made.append(encode_clips(vae, text, clips, device))
             if path is not None:

@@ -70,7 +70,7 @@ class VaeStageSettings:
     critic_lr: float = 3e-4
     critic_gamma: float = 0.5
     """Strength of the critic's gradient penalties."""
-    critic_share: float = 0.1
+    critic_share: float = 0.05
     """Norm of the critic's gradient on pixels over that of the reconstruction loss."""
     critic_groups: int = 3
     """Groups of three frames that the critic sees of each clip."""

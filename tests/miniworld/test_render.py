@@ -125,6 +125,42 @@ def test_solids_dissolve_before_the_far_side() -> None:
     assert torch.equal(with_tower, render(_world({}), _pose(), _DAY, **_SMALL))
 
 
+_INSIDE = {
+    "box": (2, {P.A: 1.0, P.B: 0.5, P.ANGLE: 0.7}),
+    "frustum": (P.FRUSTUM_START, {P.A: 1.0, P.B: 0.8}),
+    "ellipsoid": (P.ELLIPSOID_START, {P.A: 1.0, P.B: 0.9, P.BASE: -0.2}),
+}
+
+
+@pytest.mark.parametrize("kind", _INSIDE)
+def test_what_the_eye_has_entered_is_gone(kind: str) -> None:
+    index, columns = _INSIDE[kind]
+    world = _world({index: {P.X: 0.2, P.Z: 0.1, P.HEIGHT: 3.0, **columns}})
+    picture = render(world, _pose(), _DAY, **_SMALL)
+    assert torch.equal(picture, render(_world({}), _pose(), _DAY, **_SMALL))
+
+
+@pytest.mark.parametrize("kind", _INSIDE)
+def test_nothing_sinks_before_a_walker_who_keeps_clear(kind: str) -> None:
+    index, columns = _INSIDE[kind]
+    angle = columns.get(P.ANGLE, 0.0)
+    away = columns[P.A] + walks.CLEARANCE
+    # The box's own x axis is (cos, -sin) in the ground plane.
+    position = {P.X: away * math.cos(angle), P.Z: -away * math.sin(angle)}
+    world = _world({index: {**position, P.HEIGHT: 3.0, **columns}})
+    tables = frame_tables.build_tables(
+        world, torch.zeros(1, dtype=torch.long), _pose()[:, 0], _DAY, height=16, width=16
+    )
+    assert tables.solids_GNK[0, index, frame_tables.BASE] == columns.get(P.BASE, 0.0)
+    assert tables.solids_GNK[0, index, frame_tables.ALPHA] == 1.0
+
+
+def test_what_hangs_above_the_eye_stays() -> None:
+    roof = {P.BASE: 1.5, P.HEIGHT: 1.0, P.A: 1.0, P.B: 1.0}
+    picture = render(_world({2: roof}), _pose(), _DAY, **_SMALL)
+    assert not torch.equal(picture, render(_world({}), _pose(), _DAY, **_SMALL))
+
+
 def test_a_solid_throws_its_shadow_away_from_the_sun() -> None:
     pole = {P.X: 0.0, P.Z: 5.0, P.HEIGHT: 2.0, P.A: 0.3, P.B: 0.3}
     world = _world({P.FRUSTUM_START: pole})

@@ -55,6 +55,26 @@ def test_sampling_leaves_the_global_generator_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_open_walks_go_on_through_solids() -> None:
+    clips = scene.sample_clips(24, 6, seed=5, through_share=1.0)
+    obstacles = walks.Obstacles(clips.scenes.primitives_CNP, clips.scenes.ponds_CQ4)
+    positions = clips.c2w_CF44[:, :, [0, 2], 3]
+    pushes = [
+        (obstacles.push_out(at, rounds=1) - at).norm(dim=-1) for at in positions[:, 1:].unbind(1)
+    ]
+    assert torch.stack(pushes).max() > walks.CLEARANCE
+    steps = positions.diff(dim=1).norm(dim=-1)
+    fastest = math.hypot(walks.FORWARD_PER_FRAME, walks.STRAFE_PER_FRAME)
+    assert steps.max() < fastest * (1.0 + 1e-9)
+
+
+def test_share_of_open_walks_changes_no_other_clip() -> None:
+    stopped, mixed = (scene.sample_clips(24, 2, seed=5, through_share=x) for x in (0.0, 0.5))
+    assert torch.equal(stopped.scenes.primitives_CNP, mixed.scenes.primitives_CNP)
+    is_same = (stopped.c2w_CF44 == mixed.c2w_CF44).flatten(1).all(1)
+    assert 8 <= int(is_same.sum()) <= 20
+
+
 def test_no_pose_lies_in_a_solid(clips: scene.Clips) -> None:
     for clip in range(len(clips.scenes)):
         position = clips.c2w_CF44[clip, :, :3, 3].clone()

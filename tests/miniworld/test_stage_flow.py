@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,26 @@ def test_leading_latents_are_clean_and_without_loss() -> None:
     assert (weight[is_given] == 0).all()
     x0 = clips.latents_BNRC.float()
     assert torch.equal(inputs.noisy_BNRC[is_given], x0[is_given])
+
+
+def test_a_tinted_history_shifts_each_channel_as_a_whole() -> None:
+    config, clips = stage_config(), random_clips(stage_config(), batch=4)
+    recipe = FlowConfig(history_noise=0.0, history_tint_share=1.0, history_blur_share=0.0)
+    inputs, _, _ = flow_batch(clips, config, recipe, generator())
+    shift = inputs.clean_BNRC - clips.latents_BNRC.float()
+    by_channel = shift.unflatten(-1, (config.in_channels, -1)).transpose(2, 3).flatten(3)
+    assert by_channel.std(-1).max() < 1e-6
+    assert by_channel.mean(-1).abs().max() > 0.01
+
+
+def test_a_blurred_history_keeps_what_is_even() -> None:
+    config, clips = stage_config(), random_clips(stage_config(), batch=4)
+    even = dataclasses.replace(clips, latents_BNRC=torch.ones_like(clips.latents_BNRC))
+    recipe = FlowConfig(history_noise=0.0, history_tint_share=0.0, history_blur_share=1.0)
+    for given, spread in ((even, 0.0), (clips, 0.95)):
+        inputs, _, _ = flow_batch(given, config, recipe, generator())
+        made, true = inputs.clean_BNRC, given.latents_BNRC.float()
+        assert made.std() <= spread * true.std() + 1e-6
 
 
 def test_first_chunk_of_a_mid_session_clip_is_history_only() -> None:
