@@ -1,7 +1,7 @@
 """The engine: a loaded model, and rollouts that step through it.
 
 Owns loading, the resolved configuration, and the order of one step: camera, draws, denoise,
-refresh. Invariants: weights live here and never change; everything that changes lives in `Rollout`;
+commit. Invariants: weights live here and never change; everything that changes lives in `Rollout`;
 a step that raises leaves the rollout as it was.
 """
 
@@ -36,7 +36,7 @@ from engine.errors import CheckpointError, ConfigError, StateError
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.packed_linear import can_pack, pack_blocks
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
-from engine.rollout import Draws, Rollout, SeededDraws
+from engine.rollout import Draws, OpenChunk, Rollout, SeededDraws
 from engine.text import PromptEncoder, WordEncoder
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
 
@@ -231,13 +231,31 @@ class Engine:
     def step(
         self, rollout: Rollout, action: Action, *, leading_BCTHW: Tensor | None = None
     ) -> LatentChunk:
-        """Make the next chunk.
+        """Make the next chunk and let it become history: `denoise`, then `commit`.
 
         Args:
             rollout: moved on by one chunk.
             action: controls over the 17 frames of the chunk.
             leading_BCTHW: the first 0 to 4 latents where they are given, so that a chunk can be
                 made again from its middle (see `undo`).
+
+        Raises: ConfigError for leading latents of a wrong shape.
+        """
+        chunk = self.denoise(rollout, action, leading_BCTHW=leading_BCTHW)
+        self.commit(rollout)
+        return chunk
+
+    def denoise(
+        self, rollout: Rollout, action: Action, *, leading_BCTHW: Tensor | None = None
+    ) -> LatentChunk:
+        """Make the latents of the next chunk; they can be decoded before `commit` follows.
+
+        The rollout moves on with `commit`; without it, the next call makes the same chunk.
+
+        Args:
+            rollout: where the chunk is made.
+            action: as for `step`.
+            leading_BCTHW: as for `step`.
 
         Raises: ConfigError for leading latents of a wrong shape.
         """
@@ -259,9 +277,7 @@ class Engine:
         )
         steps = config.sampler.steps
         clock.mark(f"step_{steps}")
-        core.refresh(rollout.core, latents_BCTHW)
-        clock.mark("end")
-        rollout.camera_before, rollout.camera = rollout.camera, path.end
+        rollout.open_chunk = OpenChunk(latents_BCTHW=latents_BCTHW, camera=path.end, clock=clock)
         return LatentChunk(
             chunk_index=chunk_index,
             epoch=rollout.epoch,
@@ -269,6 +285,22 @@ class Engine:
             poses_F44=path.poses_F44,
             timings=StepTimings(clock=clock, steps=steps),
         )
+
+    def commit(self, rollout: Rollout) -> None:
+        """Write keys and values of the denoised chunk, so that later ones see it.
+
+        Raises: StateError when there is none.
+        """
+        core, open_chunk = self.core, rollout.open_chunk
+        if open_chunk is None:
+            raise StateError("commit: no chunk is denoised; expected denoise() first")
+        open_chunk.clock.mark("refresh")
+        core.refresh(rollout.core, open_chunk.latents_BCTHW)
+        open_chunk.clock.mark("end")
+        rollout.open_chunk = None
+        rollout.camera_before, rollout.camera = rollout.camera, open_chunk.camera
+        # Ahead of the next action, which then has to wait for less.
+        rollout.draws.chunk(rollout.chunk_index)
 
     def undo(self, rollout: Rollout) -> None:
         """Take the last step back, once, so that its chunk can be made again.

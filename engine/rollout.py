@@ -20,6 +20,7 @@ from engine.config import ModelConfig
 from engine.core import CoreState
 from engine.errors import ConfigError
 from engine.prefix import PrefixDraws, anchor_shape
+from engine.types import SpanClock
 
 SEED_LIMIT = 2**64
 
@@ -60,6 +61,7 @@ class SeededDraws:
             raise ConfigError(f"seed is {seed!r}; allowed: whole numbers from 0 to 2^64 - 1")
         self._config = config
         self._seed = seed
+        self._newest: tuple[int, ChunkDraws] | None = None
 
     def _generator(self, label: str) -> torch.Generator:
         digest = hashlib.sha256(f"worldstream {self._seed} {label}".encode()).digest()
@@ -77,7 +79,12 @@ class SeededDraws:
         )
 
     def chunk(self, chunk_index: int) -> ChunkDraws:
-        """Draws of one chunk."""
+        """Draws of one chunk; the newest are kept, so that they can be asked for ahead."""
+        if self._newest is None or self._newest[0] != chunk_index:
+            self._newest = chunk_index, self._draw(chunk_index)
+        return self._newest[1]
+
+    def _draw(self, chunk_index: int) -> ChunkDraws:
         config, generator = self._config, self._generator(f"chunk {chunk_index}")
         grid = config.geometry
         shape = (
@@ -91,6 +98,16 @@ class SeededDraws:
         later = config.sampler.steps - 1
         step_noise = tuple(torch.randn(shape, generator=generator) for _ in range(later))
         return ChunkDraws(noise_BCTHW=noise_BCTHW, step_noise=step_noise)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class OpenChunk:
+    """A chunk that is denoised and not yet history."""
+
+    latents_BCTHW: Tensor
+    camera: CameraState
+    """At the first frame after it."""
+    clock: SpanClock
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -108,6 +125,7 @@ class Rollout:
     """At the first frame of the next chunk."""
     camera_before: CameraState
     """At the first frame of the last chunk, for `Engine.undo`."""
+    open_chunk: OpenChunk | None = None
 
     @property
     def chunk_index(self) -> int:

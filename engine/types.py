@@ -110,7 +110,7 @@ class SpanClock(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimings:
-    """Spans of one step. On CUDA the first read waits for the step to end, so read late."""
+    """Spans of one step, complete after its commit. On CUDA reading waits, so read late."""
 
     clock: SpanClock
     steps: int
@@ -125,12 +125,12 @@ class StepTimings:
     @property
     def refresh_ms(self) -> float:
         """The refresh that writes keys and values of the finished chunk."""
-        return self.clock.between_ms(f"step_{self.steps}", "end")
+        return self.clock.between_ms("refresh", "end")
 
     @property
-    def total_ms(self) -> float:
-        """The whole step, camera and random draws included."""
-        return self.clock.between_ms("begin", "end")
+    def latents_ms(self) -> float:
+        """From the begin to the latents: camera, random draws and denoise steps."""
+        return self.clock.between_ms("begin", f"step_{self.steps}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

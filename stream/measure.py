@@ -266,13 +266,13 @@ def _chunk(session: Session, world: ModelWorld, device: torch.device) -> _Sample
     assert timings is not None
     parts = {f"denoise_{step}": ms for step, ms in enumerate(timings.denoise_ms)}
     parts["refresh"] = timings.refresh_ms
-    parts["step_other"] = timings.total_ms - sum(timings.denoise_ms) - timings.refresh_ms
-    before_s = begin_s + timings.total_ms / 1e3
+    parts["step_other"] = timings.latents_ms - sum(timings.denoise_ms)
+    before_s = begin_s + timings.latents_ms / 1e3
     for index, mark_s in enumerate(marks_s):
         parts[f"decode_{index}"] = (mark_s - before_s) * 1e3
         before_s = mark_s
     if marks_s:
-        parts["decode"] = (marks_s[-1] - begin_s) * 1e3 - timings.total_ms
+        parts["decode"] = (marks_s[-1] - begin_s) * 1e3 - timings.latents_ms
     return _Sample(
         parts=parts,
         chunk_ms=(end_s - begin_s) * 1e3,

@@ -19,9 +19,17 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.chunk_s = self._histogram("chunk_seconds", "From latch to last frame", _COST_S)
+        self.chunk_s = self._histogram(
+            "chunk_seconds", "From latch to the end of the refresh", _COST_S
+        )
         self.denoise_s = self._histogram("denoise_seconds", "All denoise steps", _COST_S)
         self.refresh_s = self._histogram("refresh_seconds", "Refresh of a chunk", _COST_S)
+        self.first_frame_s = self._histogram(
+            "first_frame_seconds", "From latch to the first frame of a chunk", _COST_S
+        )
+        self.first_decode_s = self._histogram(
+            "first_decode_seconds", "Decoding of the first latent of a chunk", _SHORT_S
+        )
         self.decode_s = self._histogram("decode_seconds", "Decoding of a chunk", _COST_S)
         self.encode_s = self._histogram("encode_seconds", "Encoding of a frame", _SHORT_S)
         self.ring_wait_s = self._histogram("ring_wait_seconds", "Wait for free slots", _COST_S)

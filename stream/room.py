@@ -292,6 +292,8 @@ class Room:
                 metrics.chunk_s.observe(made_ms / 1e3)
                 metrics.denoise_s.observe(sum(report.denoise_ms) / 1e3)
                 metrics.refresh_s.observe(report.refresh_ms / 1e3)
+                metrics.first_frame_s.observe(report.first_frame_ms / 1e3)
+                metrics.first_decode_s.observe(report.first_decode_ms / 1e3)
                 metrics.decode_s.observe(report.decode_ms / 1e3)
                 metrics.ring_wait_s.observe(report.ring_wait_ms / 1e3)
                 if self.transports.media is not None:

@@ -66,7 +66,7 @@ class ModelWorld:
         self.note = engine.dtype_choice.reason
         self.is_finite = True
         self.timings: StepTimings | None = None
-        """Of the last step, decoding not included."""
+        """Of the last step, decoding not included; complete after its last frame."""
         self._engine = engine
         self._decoder = decoder
         self._anchor_BCTHW = anchor_BCTHW
@@ -85,15 +85,19 @@ class ModelWorld:
         self._engine.set_prompt(self._begun(), prompt)
 
     def step(self, action: Action) -> Iterator[FrameChunk]:
-        """Make one chunk; its latents enter the digest before the first frame comes out."""
-        chunk = self._engine.step(self._begun(), action)
+        """Make one chunk; its latents enter the digest before the first frame comes out.
+
+        It becomes history last: its frames need not wait for that.
+        """
+        rollout = self._begun()
+        chunk = self._engine.denoise(rollout, action)
         self.timings, latents_BCTHW = chunk.timings, chunk.latents_BCTHW
         self.is_finite = bool(latents_BCTHW.isfinite().all())
         self._digest.update(latents_BCTHW)
-        if self._decoder is None or self._decoder_state is None:
-            return
-        for index in range(LATENTS_PER_CHUNK):
-            yield self._decoder.decode(self._decoder_state, latents_BCTHW[:, :, index])
+        if self._decoder is not None and self._decoder_state is not None:
+            for index in range(LATENTS_PER_CHUNK):
+                yield self._decoder.decode(self._decoder_state, latents_BCTHW[:, :, index])
+        self._engine.commit(rollout)
 
     def _begun(self) -> Rollout:
         if self._rollout is None:

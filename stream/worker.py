@@ -386,7 +386,7 @@ class Worker:
             )
         )
         period_s = self._schedule.period_s
-        made, wait_s, need_s, first_s = 0, 0.0, 0.0, 0.0
+        made, wait_s, need_s, first_s, ready_s = 0, 0.0, 0.0, 0.0, 0.0
         with closing(rollout.step(latched.action)) as portions, self._busy(begin_s):
             for frames_THWC in portions:
                 ready_s = time.monotonic() - begin_s - wait_s
@@ -408,7 +408,7 @@ class Worker:
         self._schedule.chunk_made(need_s)
         total_s = time.monotonic() - begin_s
         timings = getattr(rollout.world, "timings", None)
-        model_s = timings.total_ms / 1000.0 if timings is not None else 0.0
+        latents_s = timings.latents_ms / 1000.0 if timings is not None else 0.0
         self._report(
             ChunkDone(
                 epoch=live.epoch,
@@ -416,7 +416,8 @@ class Worker:
                 denoise_ms=timings.denoise_ms if timings is not None else (),
                 refresh_ms=timings.refresh_ms if timings is not None else 0.0,
                 first_frame_ms=first_s * 1000.0,
-                decode_ms=max(0.0, total_s - wait_s - model_s) * 1000.0,
+                first_decode_ms=(first_s - latents_s) * 1000.0,
+                decode_ms=(ready_s - latents_s) * 1000.0,
                 ring_wait_ms=wait_s * 1000.0,
                 total_ms=total_s * 1000.0,
             )

@@ -188,8 +188,10 @@ class ChunkDone:
     refresh_ms: float
     first_frame_ms: float
     """From the latch to the first frame."""
+    first_decode_ms: float
+    """Of the first latent."""
     decode_ms: float
-    """From the end of the refresh to the last frame, the wait for slots not included."""
+    """From the latents to the last frame, the wait for slots not included."""
     ring_wait_ms: float
     total_ms: float
 

@@ -49,6 +49,15 @@ def test_a_step_yields_frames_latent_by_latent(world: ModelWorld) -> None:
     assert session.chunk_index == 2
 
 
+def test_frames_come_before_the_chunk_is_history(world: ModelWorld) -> None:
+    session = Session(world, prompt="a lake", seed=0)
+    portions = session.step(FORWARD)
+    assert len([next(portions) for _ in FRAMES_PER_LATENT]) == len(FRAMES_PER_LATENT)
+    assert world._begun().chunk_index == 0
+    assert list(portions) == []
+    assert world._begun().chunk_index == 1
+
+
 def test_equal_inputs_make_equal_digests(world: ModelWorld) -> None:
     session = Session(world, prompt="a lake", seed=5)
     first = _frames(session)
