@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from stream.actions import FRAMES_PER_CHUNK
 from stream.pacing import COST_WINDOW, start_wait_s
 
 
@@ -25,8 +26,12 @@ class ChunkSchedule:
         self._played_until_s = 0.0
 
     def chunk_made(self, need_s: float) -> None:
-        """Learn from a chunk how long before its first frame was due it had to start."""
-        self._costs_s.append(need_s)
+        """Learn from a chunk how long before its first frame was due it had to start.
+
+        More than a chunk's duration is not provided for: a start that early would make every
+        later action wait for it.
+        """
+        self._costs_s.append(min(need_s, FRAMES_PER_CHUNK * self.period_s))
 
     def frame_made(self, now_s: float) -> None:
         """Count a frame that is to be shown."""
@@ -52,4 +57,4 @@ class ChunkSchedule:
         else:
             wait_s = start_wait_s(1, left_s, costs_s, self._margin_s)
         # Not worth a sleep; where nothing is shown, waits this short would never end either.
-        return 0.0 if wait_s < self.period_s / 4.0 else wait_s
+        return 0.0 if wait_s < self.period_s / 16.0 else wait_s

@@ -16,7 +16,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,8 @@ class _Waiting:
     frame_HWC: NDArray[np.uint8]
     meta: FrameMeta
     release: Callable[[], None] | None
+    queued_s: float
+    """By the clock of the media; the next one is wall clock."""
     queued_ms: float
 
     def let_go(self) -> None:
@@ -140,7 +142,7 @@ class Media:
         `frame_HWC` has to stay as it is until `release` is called, which happens once: when the
         frame leaves or is dropped. Frames come in order.
         """
-        waiting = _Waiting(frame_HWC, meta, release, _wall_ms())
+        waiting = _Waiting(frame_HWC, meta, release, self._clock_s(), _wall_ms())
         self._counts.published += 1
         if self._is_closed or meta.epoch < self._epoch:
             self._counts.stale += 1
@@ -363,6 +365,10 @@ class Media:
 
     async def _send_new(self, waiting: _Waiting) -> None:
         decision = pacing.decide(self._timeline, self._clock_s())
+        if waiting.meta.offset == 0:
+            lead_s = decision.due_s - waiting.queued_s
+            chunk_frames = self._settings.frames_per_chunk
+            self._timeline = pacing.with_chunk_begin(self._timeline, lead_s, chunk_frames)
         told = self._announcer.announce(
             waiting.meta,
             self._timeline,
@@ -381,7 +387,7 @@ class Media:
         self._counts.shown += 1
         frame_HWC = waiting.frame_HWC.copy()
         waiting.let_go()
-        self._last = _Waiting(frame_HWC, waiting.meta, None, waiting.queued_ms)
+        self._last = replace(waiting, frame_HWC=frame_HWC, release=None)
         await self._send(self._last, decision, is_repeated=False)
 
     async def _send_last(self) -> None:

@@ -28,6 +28,8 @@ class Timeline:
     nominal_period_s: float
     frame_cost_s: float | None = None
     """Smoothed generation time of a frame; None before the first chunk."""
+    spare_s: float = 0.0
+    """What each frame of the newest chunk may take less, as the chunk came earlier than needed."""
     origin_s: float | None = None
     """Due time of the first frame, where `pts90` is 0."""
     due_s: float = 0.0
@@ -37,9 +39,14 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """Time between frames: nominal, longer where generation does not keep up."""
+        """Time between frames: nominal, longer where generation does not keep up.
+
+        What lies ahead of a chunk is waited for by every action in it, so that a slow generator
+        is given the time that it needs and no more.
+        """
         longest_s = self.nominal_period_s * SLOWEST_PERIODS
-        return min(max(self.nominal_period_s, self.frame_cost_s or 0.0), longest_s)
+        needed_s = (self.frame_cost_s or 0.0) - self.spare_s
+        return min(max(self.nominal_period_s, needed_s), longest_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +101,11 @@ def with_chunk_cost(timeline: Timeline, generation_s: float, frame_count: int) -
     if timeline.frame_cost_s is not None:
         cost_s = COST_SMOOTHING * cost_s + (1 - COST_SMOOTHING) * timeline.frame_cost_s
     return replace(timeline, frame_cost_s=cost_s)
+
+
+def with_chunk_begin(timeline: Timeline, lead_s: float, frame_count: int) -> Timeline:
+    """Timeline that knows how long before its time a chunk's first frame was there."""
+    return replace(timeline, spare_s=max(0.0, lead_s - START_MARGIN_S) / frame_count)
 
 
 def forecast_pts90(timeline: Timeline, decision: PacingDecision, frame_count: int) -> list[int]:

@@ -36,5 +36,10 @@ def test_a_pause_is_no_debt() -> None:
     assert schedule.wait_s(0, now_s=200.0) == 0.0
 
 
+def test_outliers_do_not_bring_more_than_a_chunk_ahead() -> None:
+    duration_s = 17 * 0.05
+    assert _schedule(3.0, 3.0).wait_s(34, now_s=100.0) == pytest.approx(duration_s - 0.04)
+
+
 def test_a_model_that_is_too_slow_starts_at_once() -> None:
     assert _schedule(0.9).wait_s(17, now_s=100.0) == 0.0

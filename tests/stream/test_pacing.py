@@ -67,6 +67,25 @@ def test_newest_chunk_weighs_three_tenths():
     assert timeline.period_s == pytest.approx(0.7 * 0.05 + 0.3 * 0.06)
 
 
+def test_backlog_of_a_slow_generator_is_played_off():
+    """Chunks of 1 s, the first of them half a second early: the lead shrinks to the margin."""
+    timeline, lead_s = pacing.with_chunk_cost(pacing.new_timeline(FPS), 1.0, 17), 0.5
+    leads_s = []
+    for _ in range(4):
+        timeline = pacing.with_chunk_begin(timeline, lead_s, 17)
+        lead_s += 17 * timeline.period_s - 1.0
+        leads_s.append(lead_s)
+    assert leads_s == pytest.approx(
+        [0.5 + 17 * PERIOD_S - 1.0, *[pacing.START_MARGIN_S] * 3], abs=1e-9
+    )
+
+
+def test_a_chunk_in_time_is_not_hurried():
+    timeline = pacing.with_chunk_cost(pacing.new_timeline(FPS), 17 * 0.05, 17)
+    timeline = pacing.with_chunk_begin(timeline, pacing.START_MARGIN_S, 17)
+    assert timeline.period_s == pytest.approx(0.05)
+
+
 def test_stretch_ends_at_half_rate():
     timeline = pacing.with_chunk_cost(pacing.new_timeline(FPS), 17.0, 17)
     assert timeline.period_s == pytest.approx(2 * PERIOD_S)

@@ -231,7 +231,10 @@ def test_a_later_reset_keeps_what_the_earlier_one_asked_for() -> None:
 
 def test_a_reset_frees_a_worker_that_waits_for_the_ring(api: Api) -> None:
     api.holds_frames = True
-    api.start("slow 0.05")
+    api.start("lake", is_paused=True)
+    api.send(StepOnce(id=1))
+    api.wait(ChunkDone)
+    api.send(StepOnce(id=2))
     deadline_s = time.monotonic() + PATIENCE_S
     while api.ring.taken_count < api.ring.capacity:
         assert time.monotonic() < deadline_s
