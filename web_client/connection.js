@@ -5,19 +5,20 @@
  * is kept for the next socket; a socket that is silent for 10 s is given up.
  */
 
-import { HttpError, createSession, loading } from "./http.js";
+import { admit, loaded } from "./admission.js";
+import { HttpError } from "./http.js";
 import { nowMs } from "./input.js";
+import { session } from "./kept.js";
 
 /** @typedef {import("./protocol.d.ts").ServerMessage} ServerMessage */
 /** @typedef {import("./protocol.d.ts").ClientMessage} ClientMessage */
 /** @typedef {import("./protocol.d.ts").CreateSession} CreateSession */
-/** @typedef {{kind: "unreachable" | "lost", retryMs: number} | {kind: "connecting"}
+/** @typedef {{kind: "unreachable" | "lost", code: string, retryMs: number} | {kind: "connecting"}
  *   | {kind: "loading", stage: string, percent: number, seconds: number}
  *   | {kind: "refused", code: string, retryMs?: number} | {kind: "ended", code: string}} Status */
 
 const BACKOFF_MS = [250, 500, 1000, 2000, 4000];
 const DEAD_MS = 10_000;
-const LOADING_POLL_MS = 500;
 const NO_RETRY = new Map([
   [4400, "BAD_MESSAGE"], [4404, "NO_SESSION"], [4408, "IDLE"], [4409, "CONFLICT"],
   [4410, "GONE"], [4411, "MAX_DURATION"],
@@ -25,6 +26,9 @@ const NO_RETRY = new Map([
 /** Ends that a new try would only repeat: the page asks first. */
 const ASK_FIRST = ["GEN_INVALID", "BAD_IMAGE"];
 const CLOSED_CLEANLY = 1000;
+const UNAUTHORIZED = 4401;
+/** More than this waiting in the socket means that it is stuck: a snapshot sent now would be stale. */
+const STUCK_BYTES = 4096;
 const RESUME_KEY = "worldstream.resume";
 
 export class Connection {
@@ -38,12 +42,14 @@ export class Connection {
     this.wants = options.wants;
     /** @type {WebSocket | null} */
     this.socket = null;
-    this.resumeToken = options.wants.role === "viewer" ? null : sessionStorage.getItem(RESUME_KEY);
+    this.resumeToken = options.wants.role === "viewer" ? null : session.get(RESUME_KEY);
     this.failures = 0;
+    this.refusedTickets = 0;
     this.run = 0;
     this.heardMs = 0;
     this.pingId = 0;
     this.endCode = "";
+    this.waitMs = 0;
     setInterval(() => this.beat(), 1000);
   }
 
@@ -57,9 +63,11 @@ export class Connection {
     if (isNewWorld) this.keepResume(null);
     this.close();
     try {
-      if (!(await this.waitUntilLoaded(run))) return;
-      this.options.onStatus({ kind: "connecting" });
-      const made = await this.create();
+      const { onStatus } = this.options;
+      await loaded((progress) => run === this.run && onStatus({ kind: "loading", ...progress }));
+      if (run !== this.run) return;
+      onStatus({ kind: "connecting" });
+      const made = await admit(this.wants, this.resumeToken);
       if (run === this.run) this.open(made);
     } catch (error) {
       if (run !== this.run) return;
@@ -67,36 +75,6 @@ export class Connection {
       if (["UNREACHABLE", "NOT_READY", "INTERNAL"].includes(code)) this.retry("unreachable");
       else this.refuse(code, retryMs);
     }
-  }
-
-  /** @param {number} run @returns {Promise<boolean>} whether this run is still the newest */
-  async waitUntilLoaded(run) {
-    const beganMs = nowMs();
-    for (;;) {
-      const progress = await loading();
-      if (run !== this.run) return false;
-      if (progress === null) return true;
-      const { stage, percent } = progress;
-      const seconds = Math.max(progress.seconds, (nowMs() - beganMs) / 1000);
-      this.options.onStatus({ kind: "loading", stage, percent, seconds });
-      await new Promise((resolve) => setTimeout(resolve, LOADING_POLL_MS));
-      if (run !== this.run) return false;
-    }
-  }
-
-  /** Session of before where there is one, else a new one with the same wishes. */
-  async create() {
-    if (this.resumeToken) {
-      try {
-        const { client } = this.wants;
-        return await createSession({ role: "controller", resume: this.resumeToken, client });
-      } catch (error) {
-        const isGone = error instanceof HttpError && ["NO_SESSION", "UNAUTHORIZED"].includes(error.code);
-        if (!isGone) throw error;
-        this.keepResume(null);
-      }
-    }
-    return createSession(this.wants);
   }
 
   /** @param {import("./protocol.d.ts").SessionCreated} made */
@@ -109,6 +87,7 @@ export class Connection {
     this.socket = socket;
     this.heardMs = nowMs();
     this.endCode = "";
+    this.waitMs = 0;
     socket.onopen = () => {
       const viewport = [Math.round(innerWidth), Math.round(innerHeight)];
       const ua = navigator.userAgent.slice(0, 512);
@@ -121,10 +100,11 @@ export class Connection {
       /** @type {ServerMessage} */
       const message = JSON.parse(event.data);
       if (message.t === "welcome") {
-        this.failures = 0;
+        this.failures = this.refusedTickets = 0;
         this.keepResume(message.resume_token ?? this.resumeToken);
       }
       if (message.t === "bye") this.endCode = message.code;
+      if (message.t === "err" && message.code === "RATE_LIMIT") this.waitMs = message.retry_ms ?? 0;
       this.options.onMessage(message);
     };
     socket.onclose = (event) => socket === this.socket && this.onClosed(event.code);
@@ -133,6 +113,7 @@ export class Connection {
   /** @param {number} closeCode */
   onClosed(closeCode) {
     this.socket = null;
+    if (closeCode === UNAUTHORIZED && ++this.refusedTickets > 1) return this.refuse("UNAUTHORIZED");
     const isFinal = ASK_FIRST.includes(this.endCode) || closeCode === CLOSED_CLEANLY;
     const code = isFinal ? this.endCode : NO_RETRY.get(closeCode);
     if (code === undefined) return this.retry("lost");
@@ -144,9 +125,9 @@ export class Connection {
   retry(kind) {
     const base = BACKOFF_MS[Math.min(this.failures, BACKOFF_MS.length - 1)];
     this.failures += 1;
-    const retryMs = base * (0.8 + 0.4 * Math.random());
+    const retryMs = Math.max(base * (0.8 + 0.4 * Math.random()), this.waitMs);
     const run = this.run;
-    this.options.onStatus({ kind, retryMs });
+    this.options.onStatus({ kind, code: this.endCode, retryMs });
     setTimeout(() => run === this.run && this.connect(), retryMs);
   }
 
@@ -162,8 +143,8 @@ export class Connection {
   keepResume(token) {
     this.resumeToken = token;
     if (this.wants.role === "viewer") return;
-    if (token) sessionStorage.setItem(RESUME_KEY, token);
-    else sessionStorage.removeItem(RESUME_KEY);
+    if (token) session.set(RESUME_KEY, token);
+    else session.remove(RESUME_KEY);
   }
 
   /** @param {ClientMessage} message @returns {boolean} whether it went out */
@@ -171,6 +152,18 @@ export class Connection {
     if (!this.isOpen) return false;
     this.socket?.send(JSON.stringify(message));
     return true;
+  }
+
+  /** Send what the next one replaces; left out where the socket is stuck. @param {ClientMessage} act */
+  sendFresh(act) {
+    if ((this.socket?.bufferedAmount ?? 0) <= STUCK_BYTES) this.send(act);
+  }
+
+  /** The page goes away: its place is free soon, but a reload finds its world again. */
+  leave() {
+    this.run += 1;
+    this.send({ t: "bye" });
+    this.close();
   }
 
   ping() {

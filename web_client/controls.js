@@ -1,16 +1,20 @@
 /**
  * Buttons, prompt, own picture: what a visitor can ask for besides walking.
  *
- * Owns the ids of wishes that the server has not yet said are applied.
+ * Owns the elements below the picture. Invariant: what would be refused now is switched off.
  */
 
 import { HttpError, download, uploadImage } from "./http.js";
 import { Scenes } from "./scenes.js";
+import { Wishes } from "./wishes.js";
 
 /** @param {string} id @returns {any} */
 const element = (id) => document.getElementById(id);
 
 const WITH_WORLD = ["READY", "RUNNING", "PAUSED"];
+/** States in which a wish reaches the world, or without a connection the next one. */
+const TAKES_WISHES = ["", "WARMING", ...WITH_WORLD];
+const WITH_FILES = [...WITH_WORLD, "DRAINING"];
 const SEEDS = 2 ** 32;
 
 export class Controls {
@@ -20,60 +24,54 @@ export class Controls {
    */
   constructor(page) {
     this.page = page;
-    this.session = "";
-    this.wishId = 0;
-    /** @type {Map<number, string>} */
-    this.wishes = new Map();
+    /** @type {import("./protocol.d.ts").Welcome | null} */
+    this.welcome = null;
+    this.wishes = new Wishes({ connection: page.connection, notice: this.notice });
     this.scenes = new Scenes(element("scenes"), (name, prompt) => {
       element("prompt").value = prompt;
       this.reset({ scene: name, prompt }, `Scene ${name}`);
     });
+    element("fullscreen").hidden = !document.fullscreenEnabled;
     this.listen();
     this.onState("");
   }
 
   listen() {
-    const { connection, input } = this.page;
-    const stage = element("stage");
-    stage.addEventListener("click", () => {
-      if (this.page.isViewer || !WITH_WORLD.includes(this.page.state())) return;
-      if (this.page.state() !== "RUNNING") connection.send({ t: "resume", reason: "user" });
-      stage.focus();
-      if (matchMedia("(pointer: fine)").matches) input.lockPointer();
-    });
-    element("pause").addEventListener("click", () => this.togglePause());
-    element("step").addEventListener("click", () => this.wish("step", {}, "One chunk"));
-    element("reset").addEventListener("click", () => this.reset({}, "Starting again"));
-    element("reseed").addEventListener("click", () => {
-      this.reset({ seed: Math.floor(Math.random() * SEEDS) }, "New seed");
-    });
+    /** @type {Record<string, () => void>} */
+    const clicks = {
+      stage: () => this.play(),
+      pause: () => this.togglePause(),
+      step: () => this.wishes.step(),
+      reset: () => this.reset({}, "Starting again"),
+      reseed: () => this.reset({ seed: Math.floor(Math.random() * SEEDS) }, "New seed"),
+      "save-video": () => this.save("recording.mp4", "mp4"),
+      "save-trace": () => this.saveTrace(),
+      watch: () => this.copyWatchLink(),
+      fullscreen: () => this.toggleFullscreen(),
+      "hud-toggle": () => this.toggleHud(),
+    };
+    for (const [id, act] of Object.entries(clicks)) element(id).addEventListener("click", act);
     element("upload").addEventListener("change", () => this.upload());
-    element("save-video").addEventListener("click", () => this.save("recording.mp4", `${this.fileName()}.mp4`));
-    element("save-trace").addEventListener("click", () => this.saveTrace());
-    element("watch").addEventListener("click", () => this.copyWatchLink());
-    element("hud-toggle").addEventListener("click", () => this.toggleHud());
-    element("transport").addEventListener("change", () => this.onTransport());
+    element("transport").addEventListener("change", () => {
+      this.onForce(element("transport").value);
+      element("stage").focus();
+    });
     element("prompt-form").addEventListener("submit", (/** @type {Event} */ event) => {
       event.preventDefault();
-      const text = element("prompt").value.trim();
-      connection.wants.prompt = text;
-      this.wish("prompt", { text }, "New prompt");
-      stage.focus();
+      this.wishes.prompt(element("prompt").value.trim());
+      element("stage").focus();
     });
     addEventListener("keydown", (event) => {
       const isTyping = event.target instanceof HTMLElement && event.target.matches("input, select");
       if (isTyping || event.repeat || event.ctrlKey || event.altKey || event.metaKey) return;
       if (event.code === "KeyP") this.togglePause();
       if (event.code === "KeyH") this.toggleHud();
+      if (event.code === "KeyF") this.toggleFullscreen();
     });
   }
 
-  /** @type {(choice: import("./video.js").Rung | "auto") => void} */
+  /** @type {(choice: import("./ladder.js").Rung | "auto") => void} */
   onForce = () => {};
-
-  onTransport() {
-    this.onForce(element("transport").value);
-  }
 
   /** Take the choice from the page's address. @param {string | null} choice */
   transport(choice) {
@@ -83,8 +81,16 @@ export class Controls {
     return element("transport").value;
   }
 
+  /** A click on the picture. */
+  play() {
+    if (this.page.isViewer || !WITH_WORLD.includes(this.page.state())) return;
+    if (this.page.state() !== "RUNNING") this.page.connection.send({ t: "resume", reason: "user" });
+    element("stage").focus();
+    if (matchMedia("(pointer: fine)").matches) this.page.input.lockPointer();
+  }
+
   async copyWatchLink() {
-    const link = `${location.origin}/?watch=${encodeURIComponent(this.session)}`;
+    const link = `${location.origin}/?watch=${encodeURIComponent(this.welcome?.session ?? "")}`;
     try {
       await navigator.clipboard.writeText(link);
       this.notice(`Copied: ${link}`);
@@ -97,31 +103,23 @@ export class Controls {
     element("hud-toggle").setAttribute("aria-pressed", String(this.page.hud.toggle()));
   }
 
+  async toggleFullscreen() {
+    if (!document.fullscreenEnabled) return;
+    if (document.fullscreenElement) await document.exitFullscreen();
+    else await element("play").requestFullscreen().catch(() => {});
+    element("stage").focus();
+  }
+
   togglePause() {
     if (this.page.isViewer) return;
     const isPaused = this.page.state() === "PAUSED";
     this.page.connection.send({ t: isPaused ? "resume" : "pause", reason: "user" });
   }
 
-  /**
-   * @param {"step" | "prompt" | "reset"} t @param {object} fields
-   * @param {string} title what the page calls the wish
-   */
-  wish(t, fields, title) {
-    const id = ++this.wishId;
-    const isSent = this.page.connection.send(/** @type {any} */ ({ t, id, ...fields }));
-    if (isSent) this.wishes.set(id, title);
-    this.notice(isSent ? `${title}: on its way` : `${title}: kept for the next connection`);
-  }
-
   /** @param {Partial<import("./protocol.d.ts").Reset>} fields @param {string} title */
   reset(fields, title) {
-    const { wants } = this.page.connection;
-    Object.assign(wants, fields);
-    if (fields.scene) wants.image_id = undefined;
-    if (fields.image_id) wants.scene = undefined;
     this.page.input.release();
-    this.wish("reset", fields, title);
+    this.wishes.reset(fields, title);
     element("stage").focus();
   }
 
@@ -137,62 +135,74 @@ export class Controls {
     }
   }
 
-  fileName() {
-    return `worldstream-${this.session.slice(0, 8)}`;
-  }
-
   /** The trace, and the picture that it names where the world began with an uploaded one. */
   async saveTrace() {
     const { image_id: imageId } = this.page.connection.wants;
-    await this.save("trace.jsonl", `${this.fileName()}.trace.jsonl`);
-    if (imageId) await this.save("picture.png", `${imageId}.png`);
+    await this.save("trace.jsonl", "trace.jsonl");
+    if (imageId) await this.save("picture.png", "png", imageId);
   }
 
-  /** @param {"recording.mp4" | "trace.jsonl" | "picture.png"} file @param {string} name */
-  async save(file, name) {
+  /**
+   * @param {"recording.mp4" | "trace.jsonl" | "picture.png"} file @param {string} ending
+   * @param {string} [name] that it is saved under, without the ending
+   */
+  async save(file, ending, name) {
+    const session = this.welcome?.session ?? "";
+    const saved = `${name ?? `worldstream-${session.slice(0, 8)}`}.${ending}`;
     try {
-      await download(this.session, file, name, this.page.connection.resumeToken);
+      await download(session, file, saved, this.page.connection.resumeToken);
     } catch (error) {
       this.notice(error instanceof HttpError ? error.message : "The file cannot be saved.");
     }
   }
 
-  /** @param {import("./protocol.d.ts").Welcome} welcome */
-  onWelcome(welcome) {
-    this.session = welcome.session;
-    this.wishes.clear();
-    element("prompt").maxLength = welcome.limits.prompt_chars;
-    if (document.activeElement !== element("prompt")) element("prompt").value = welcome.world.prompt;
-    this.scenes.mark(welcome.world.scene ?? "");
-    this.scenes.load();
-    const { scene, image_id, prompt, seed } = welcome.world;
-    if (!this.page.isViewer) {
-      Object.assign(this.page.connection.wants, {
-        scene: scene ?? undefined, image_id: image_id ?? undefined, prompt, seed,
-      });
+  /** Scenes, and the prompt of the one that is shown. */
+  async load() {
+    await this.scenes.load();
+    this.showWorld();
+  }
+
+  /**
+   * @param {import("./protocol.d.ts").Welcome} welcome
+   * @param {import("./ladder.js").Rung[]} rungs that can be chosen
+   */
+  onWelcome(welcome, rungs) {
+    this.welcome = welcome;
+    this.wishes.onWelcome(welcome);
+    for (const option of element("transport").options) {
+      option.disabled = option.value !== "auto" && !rungs.includes(option.value);
     }
+    const { w, h } = welcome.video;
+    document.documentElement.style.setProperty("--ratio", String(w / h));
+    this.load();
   }
 
-  /** @param {import("./protocol.d.ts").Applied} applied */
-  onApplied(applied) {
-    const title = this.wishes.get(applied.id);
-    this.wishes.delete(applied.id);
-    if (title) this.notice(`${title}: done`);
+  showWorld() {
+    if (!this.welcome || this.wishes.kept) return;
+    const { scene, prompt } = this.welcome.world;
+    const field = element("prompt");
+    field.maxLength = this.welcome.limits.prompt_chars;
+    if (document.activeElement !== field) field.value = prompt || this.scenes.promptOf(scene ?? "");
+    this.scenes.mark(scene ?? "");
   }
 
-  /** @param {string} state of the session */
+  /** @param {string} state of the session; empty without a connection */
   onState(state) {
-    const isOn = WITH_WORLD.includes(state) && !this.page.isViewer;
+    const { isViewer } = this.page;
+    const isOn = WITH_WORLD.includes(state) && !isViewer;
+    if (isOn) this.wishes.askAgain();
     for (const id of ["pause", "reset", "reseed", "upload"]) element(id).disabled = !isOn;
-    for (const id of ["save-video", "save-trace", "watch"]) element(id).disabled = !state || this.page.isViewer;
-    for (const field of element("prompt-form").elements) field.disabled = this.page.isViewer;
-    this.scenes.enable(!this.page.isViewer);
+    for (const id of ["save-video", "save-trace"]) element(id).disabled = !WITH_FILES.includes(state) || isViewer;
+    element("watch").disabled = !isOn;
+    const takesWishes = TAKES_WISHES.includes(state) && !isViewer;
+    for (const field of element("prompt-form").elements) field.disabled = !takesWishes;
+    this.scenes.enable(takesWishes);
     element("pause").textContent = state === "PAUSED" ? "Go on" : "Pause";
-    element("step").hidden = state !== "PAUSED" || this.page.isViewer;
+    element("step").hidden = state !== "PAUSED" || isViewer;
   }
 
-  /** @param {string} text */
-  notice(text) {
+  /** @type {(text: string) => void} */
+  notice = (text) => {
     element("notice").textContent = text;
-  }
+  };
 }

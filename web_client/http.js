@@ -5,6 +5,8 @@
  * (`#token=...`) and is never put into a URL that is sent.
  */
 
+import { local, session } from "./kept.js";
+
 /** @typedef {import("./protocol.d.ts").ServiceInfo} ServiceInfo */
 /** @typedef {import("./protocol.d.ts").CreateSession} CreateSession */
 /** @typedef {import("./protocol.d.ts").SessionCreated} SessionCreated */
@@ -20,12 +22,13 @@ export class HttpError extends Error {
 }
 
 const TOKEN_KEY = "worldstream.token";
+const CLIENT_KEY = "worldstream.client";
 
 /** @returns {string | null} */
 function accessToken() {
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (given) sessionStorage.setItem(TOKEN_KEY, given);
-  return sessionStorage.getItem(TOKEN_KEY);
+  if (given) session.set(TOKEN_KEY, given);
+  return session.get(TOKEN_KEY);
 }
 
 /** @param {string} path @param {RequestInit} [init] @param {string | null} [bearer] */
@@ -59,11 +62,11 @@ export async function loading() {
 
 /** A name of this browser, so that its new session takes the old one's place. */
 export function clientName() {
-  const kept = localStorage.getItem("worldstream.client");
+  const kept = local.get(CLIENT_KEY);
   if (kept) return kept;
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   const name = [...bytes].map((byte) => byte.toString(16).padStart(2, "0")).join("");
-  localStorage.setItem("worldstream.client", name);
+  local.set(CLIENT_KEY, name);
   return name;
 }
 
@@ -83,12 +86,12 @@ export async function uploadImage(picture) {
 /**
  * Hand a file of the session to the browser's downloads.
  *
- * @param {string} session @param {"recording.mp4" | "trace.jsonl" | "picture.png"} file
+ * @param {string} sessionId @param {"recording.mp4" | "trace.jsonl" | "picture.png"} file
  * @param {string} name it is saved under
  * @param {string | null} bearer token of the session
  */
-export async function download(session, file, name, bearer) {
-  const path = `/v1/sessions/${encodeURIComponent(session)}/${file}`;
+export async function download(sessionId, file, name, bearer) {
+  const path = `/v1/sessions/${encodeURIComponent(sessionId)}/${file}`;
   const blob = await (await request(path, {}, bearer)).blob();
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);

@@ -21,7 +21,7 @@ const msText = (ms) => (ms === null || ms === undefined ? "-" : `${Math.round(ms
 export class Hud {
   /**
    * @param {import("./latency.js").Latency} latency
-   * @param {{send: (message: ClientMessage) => void, dropped: () => Promise<number>}} hooks
+   * @param {{send: (message: ClientMessage) => void, dropped: () => number}} hooks
    */
   constructor(latency, hooks) {
     this.latency = latency;
@@ -69,13 +69,13 @@ export class Hud {
     this.report = [];
   }
 
-  async draw() {
+  draw() {
     const sinceMs = nowMs() - 1000;
     const fps = this.shownAtMs.filter((atMs) => atMs > sinceMs).length;
     const { samples, rttMs } = this.latency;
     const median = quantile(samples, 0.5);
     const p95 = quantile(samples, 0.95);
-    const drops = this.serverDrops + (await this.hooks.dropped().catch(() => 0));
+    const drops = this.serverDrops + this.hooks.dropped();
     field("hud-fps").textContent = String(fps);
     field("hud-latency").textContent =
       median === null ? "press a key" : `${msText(median)}, p95 ${msText(p95)}`;

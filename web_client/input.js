@@ -22,7 +22,7 @@ export const nowMs = () => performance.timeOrigin + performance.now();
 /** @param {EventTarget | null} target */
 const isEditable = (target) =>
   target instanceof HTMLElement &&
-  (target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName));
+  (target.isContentEditable || target.matches("input:not([type=file]), textarea, select"));
 
 export class Input {
   /**
@@ -66,6 +66,9 @@ export class Input {
     document.addEventListener("visibilitychange", () => document.hidden && release());
     document.addEventListener("pointerlockchange", () => document.pointerLockElement || release());
     document.addEventListener("focusin", (event) => isEditable(event.target) && release());
+    // A menu takes the keys without a blur; the command key of a Mac swallows the release of others.
+    addEventListener("contextmenu", release);
+    addEventListener("keydown", (event) => event.key === "Meta" && release());
   }
 
   /** Take the mouse; browsers that know no raw motion are asked again without it. */

@@ -44,11 +44,16 @@ export class Latency {
 
   /** Forget the old connection; samples stay. */
   reconnect() {
-    this.origin = null;
-    this.observed = [];
+    this.forgetOrigin();
     this.waiting = [];
     this.pongs = [];
     this.chunks.clear();
+  }
+
+  /** Other media begin, whose RTP timestamps count from elsewhere. */
+  forgetOrigin() {
+    this.origin = null;
+    this.observed = [];
   }
 
   /** @param {{ct: number, st: number}} pong */

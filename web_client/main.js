@@ -9,17 +9,19 @@ import { Controls } from "./controls.js";
 import { clientName } from "./http.js";
 import { Hud } from "./hud.js";
 import { Input, nowMs } from "./input.js";
+import { RUNG_NAMES } from "./ladder.js";
 import { Latency } from "./latency.js";
+import { Overlay } from "./overlay.js";
 import { Pads } from "./pads.js";
-import { RUNG_NAMES, Video } from "./video.js";
-import { shortState, wordsOfQueue, wordsOfState, wordsOfStatus } from "./words.js";
+import { Presence } from "./presence.js";
+import { Video } from "./video.js";
+import { SLOW, shortState, wordsOfQueue, wordsOfState, wordsOfStatus } from "./words.js";
 import { decodableCodecs } from "./ws_video.js";
 
 /** @param {string} id @returns {any} */
 const element = (id) => document.getElementById(id);
 
-/** Set while the world is paused because nobody saw it; outlives a reload. */
-const HIDDEN_KEY = "worldstream.hidden";
+const WITH_WORLD = ["READY", "RUNNING", "PAUSED"];
 const query = new URLSearchParams(location.search);
 const watched = query.get("watch");
 const isViewer = watched !== null;
@@ -37,14 +39,18 @@ const wants = isViewer
 let state = "";
 let reason = "";
 let error = "";
+let isSlow = false;
+const overlay = new Overlay();
 const latency = new Latency();
 const pads = new Pads(element("stick-walk"), element("stick-look"));
 
-const connection = new Connection({ wants, caps, onStatus, onMessage, onVideo });
+const connection = new Connection({
+  wants, caps, onStatus, onMessage, onVideo: (frame) => video.onBinary(frame),
+});
 const send = (/** @type {import("./protocol.d.ts").ClientMessage} */ message) => connection.send(message);
-const hud = new Hud(latency, { send, dropped: () => video.dropped() });
+const hud = new Hud(latency, { send, dropped: () => video.dropped });
 const input = new Input(element("stage"), {
-  send,
+  send: (act) => connection.sendFresh(act),
   onHeld: (held) => hud.showKeys(held),
   onEdge: (seq, atMs) => latency.onAction(seq, atMs),
   readPad: () => pads.read(),
@@ -53,43 +59,40 @@ const video = new Video(element("video"), element("canvas"), caps, {
   send,
   onRtpFrame: (rtp) => onShown(rtp === undefined ? null : latency.frameOfRtp(rtp)),
   onWsFrame: (frame, seq, isRepeated) => onShown(isRepeated ? null : frame, seq),
+  onPicture: () => {
+    overlay.notePicture();
+    showState();
+  },
   onRung: (rung, why) => {
+    latency.forgetOrigin();
     hud.setTransport(RUNG_NAMES[rung], why);
     document.body.dataset.rung = rung;
-    if (why && why !== "chosen") controls.notice(`${why}. Now: ${RUNG_NAMES[rung]}.`);
+    if (why) controls.notice(why);
     showState();
   },
 });
 const controls = new Controls({ connection, input, hud, isViewer, state: () => state });
+const presence = new Presence({ connection, state: () => state, onSeen: () => video.onSeen() });
 
 /** @param {number | null} frame @param {number} [seq] */
 function onShown(frame, seq) {
-  const isFirst = element("overlay").dataset.picture !== "yes";
-  element("overlay").dataset.picture = "yes";
   hud.onShown(frame);
   if (frame !== null) latency.onShown(frame, nowMs(), seq);
-  if (isFirst) showState();
-}
-
-/** @param {import("./words.js").Words} words */
-function show(words) {
-  const { headline, detail = "", button, isLight = false, percent } = words;
-  element("overlay").hidden = !headline;
-  element("overlay").classList.toggle("light", isLight);
-  element("headline").textContent = headline;
-  element("detail").textContent = detail;
-  element("progress").hidden = percent === undefined;
-  if (percent !== undefined) element("progress").value = percent;
-  element("overlay-button").hidden = !button;
-  element("overlay-button").textContent = button ?? "";
 }
 
 function showState() {
   if (!state || state === "QUEUED") return;
-  const hasPicture = element("overlay").dataset.picture === "yes" && video.hasFrame;
+  if (isSlow && state === "RUNNING") return overlay.show(SLOW);
   const isTouch = matchMedia("(pointer: coarse)").matches;
   const transport = RUNG_NAMES[video.rung];
-  show(wordsOfState(state, reason, { hasPicture, transport, isViewer, isTouch, error }));
+  overlay.show(wordsOfState(state, reason, { hasPicture: video.hasFrame, transport, isViewer, isTouch, error }));
+}
+
+/** @param {boolean} isNow whether the next chunk takes unusually long */
+function setSlow(isNow) {
+  if (isNow === isSlow) return;
+  isSlow = isNow;
+  showState();
 }
 
 /** @param {string} newState @param {string} [newReason] */
@@ -97,24 +100,20 @@ function setState(newState, newReason = "") {
   state = newState;
   reason = newReason;
   document.body.dataset.state = state;
-  element("status").textContent = isViewer && state ? `watching, ${shortState(state)}` : shortState(state);
-  input.enable(!isViewer && ["READY", "RUNNING", "PAUSED"].includes(state));
+  overlay.setStatus(isViewer && state ? `watching, ${shortState(state)}` : shortState(state));
+  input.enable(!isViewer && WITH_WORLD.includes(state));
   controls.onState(state);
 }
 
 /** @param {import("./connection.js").Status} status */
 function onStatus(status) {
   video.stop();
+  isSlow = false;
   setState("");
   const words = wordsOfStatus(status);
   document.body.dataset.state = status.kind;
-  element("status").textContent = words.headline.toLowerCase();
-  show(words);
-}
-
-/** @param {ArrayBuffer} frame */
-function onVideo(frame) {
-  video.onBinary(frame);
+  overlay.setStatus(words.headline.toLowerCase());
+  overlay.show(words);
 }
 
 /** @param {import("./protocol.d.ts").ServerMessage} message */
@@ -125,17 +124,17 @@ function onMessage(message) {
       latency.reconnect();
       input.seq = Math.max(input.seq, message.last_seq);
       video.onWelcome(message);
-      controls.onWelcome(message);
+      controls.onWelcome(message, video.rungs());
       break;
     case "queue":
-      show(wordsOfQueue(message));
+      overlay.show(wordsOfQueue(message));
       break;
     case "loading":
-      show(wordsOfStatus({ kind: "loading", ...message }));
+      overlay.show(wordsOfStatus({ kind: "loading", ...message }));
       break;
     case "state":
       setState(message.state, message.reason);
-      resumeIfSeen();
+      presence.resumeIfSeen();
       video.onState(message.state);
       showState();
       break;
@@ -149,6 +148,7 @@ function onMessage(message) {
       latency.onPong(message);
       break;
     case "chunk":
+      setSlow(false);
       latency.onChunk(message);
       break;
     case "stats":
@@ -156,15 +156,11 @@ function onMessage(message) {
       video.onStats(message.fps_out);
       break;
     case "applied":
-      controls.onApplied(message);
+      controls.wishes.onApplied(message);
       break;
     case "warn":
     case "err":
-      if (["NOT_READY", "RATE_LIMIT"].includes(message.code)) video.onRefused(message.retry_ms ?? 1000);
-      if (message.code.startsWith("RTC_")) video.fall("no agreement");
-      if (message.t === "err" && message.fatal) error = message.msg;
-      controls.notice(message.msg);
-      showState();
+      onTrouble(message);
       break;
     case "bye":
       controls.notice(message.reason);
@@ -172,27 +168,24 @@ function onMessage(message) {
   }
 }
 
-element("overlay-button").addEventListener("click", (/** @type {Event} */ event) => {
-  event.stopPropagation();
-  if (state === "PAUSED") send({ t: "resume", reason: "user" });
-  else connection.connect(["FAILED", "CLOSED", "ended"].includes(document.body.dataset.state ?? ""));
-  element("stage").focus();
-});
-/** Being out of sight pauses; being seen again ends that, after a reload as well. */
-function resumeIfSeen() {
-  if (state === "RUNNING" && !document.hidden) sessionStorage.removeItem(HIDDEN_KEY);
-  if (isViewer || document.hidden || state !== "PAUSED" || !sessionStorage.getItem(HIDDEN_KEY)) return;
-  send({ t: "resume", reason: "visible" });
+/** @param {import("./protocol.d.ts").Warn | import("./protocol.d.ts").Err} message */
+function onTrouble(message) {
+  if (message.t === "err" && message.fatal) error = message.msg;
+  controls.notice(message.msg);
+  if (message.code === "SLOW") setSlow(true);
+  if (["NOT_READY", "RATE_LIMIT"].includes(message.code)) video.onRefused(message.retry_ms ?? 1000);
+  if (message.code.startsWith("RTC_")) video.onRtcError();
+  showState();
 }
-document.addEventListener("visibilitychange", () => {
-  if (!isViewer && document.hidden && state === "RUNNING") {
-    sessionStorage.setItem(HIDDEN_KEY, "yes");
-    send({ t: "pause", reason: "hidden" });
-  }
-  resumeIfSeen();
+
+// Where there is a world, the click goes on to the picture, which plays.
+overlay.button.addEventListener("click", () => {
+  if (WITH_WORLD.includes(state)) return;
+  connection.connect(["FAILED", "CLOSED", "ended"].includes(document.body.dataset.state ?? ""));
+  element("stage").focus();
 });
 
 video.forced = controls.transport(query.get("transport"));
 controls.onForce = (choice) => video.force(choice);
-controls.scenes.load();
+controls.load();
 connection.connect();

@@ -12,6 +12,8 @@ export class Scenes {
     this.row = row;
     this.onChoice = onChoice;
     this.current = "";
+    /** @type {Map<string, string>} */
+    this.prompts = new Map();
     this.isEnabled = true;
   }
 
@@ -20,6 +22,7 @@ export class Scenes {
     if (this.row.children.length) return;
     const service = await info().catch(() => null);
     if (!service || this.row.children.length) return;
+    this.prompts = new Map(service.scenes.map(({ name, prompt }) => [name, prompt]));
     this.row.append(...service.scenes.map((scene) => this.button(scene)));
     this.mark(this.current);
     this.enable(this.isEnabled);
@@ -43,6 +46,11 @@ export class Scenes {
       this.onChoice(name, prompt);
     });
     return button;
+  }
+
+  /** @param {string} name @returns {string} what a world looks like that begins there; "" if unknown */
+  promptOf(name) {
+    return this.prompts.get(name) ?? "";
   }
 
   buttons() {

@@ -2,14 +2,16 @@
  * The picture: WebRTC where it works, else down the ladder to video over the WebSocket.
  *
  * Owns the rung in use and the generation numbers. Invariants: one rung at a time; the clock of a
- * rung runs only while the server has frames to send; a forced rung is never left.
+ * rung runs only while the server has frames to send and somebody looks; a forced rung is never left,
+ * only tried again.
  */
 
 import { nowMs } from "./input.js";
+import { RUNG_NAMES, firstRung, forget, remember, rungsOf } from "./ladder.js";
 import { RtcVideo } from "./webrtc.js";
 import { WsVideo } from "./ws_video.js";
 
-/** @typedef {"webrtc" | "relay" | "webcodecs" | "jpeg"} Rung */
+/** @typedef {import("./ladder.js").Rung} Rung */
 /** @typedef {import("./protocol.d.ts").ClientMessage} ClientMessage */
 /** @typedef {import("./protocol.d.ts").Welcome} Welcome */
 
@@ -17,13 +19,7 @@ const WITH_FRAMES = ["READY", "RUNNING", "PAUSED"];
 const WITH_MEDIA = ["WARMING", ...WITH_FRAMES];
 const WS_LIMIT_MS = 5000;
 const STALL_MS = 4000;
-const MEMORY_KEY = "worldstream.rung";
-const MEMORY_MS = 24 * 3600 * 1000;
-
-/** What the rungs are called on the page. @type {Record<Rung, string>} */
-export const RUNG_NAMES = {
-  webrtc: "WebRTC", relay: "WebRTC relay", webcodecs: "WebSocket H.264", jpeg: "WebSocket JPEG",
-};
+const KEY_MS = 2000;
 
 export class Video {
   /**
@@ -31,7 +27,7 @@ export class Video {
    * @param {{webrtc: boolean, webcodecs: string[]}} caps
    * @param {{send: (message: ClientMessage) => void, onRtpFrame: (rtp?: number) => void,
    *   onWsFrame: (frame: number, seq: number, isRepeated: boolean) => void,
-   *   onRung: (rung: Rung, why: string) => void}} hooks
+   *   onPicture: () => void, onRung: (rung: Rung, why: string) => void}} hooks
    */
   constructor(video, canvas, caps, hooks) {
     this.video = video;
@@ -52,21 +48,15 @@ export class Video {
     this.hasFrame = false;
     this.rungSinceMs = 0;
     this.frameAtMs = 0;
+    this.hasAskedForKey = false;
     /** @type {RTCIceServer[]} */
     this.ice = [];
     this.ladderMs = [3000, 5000];
     setInterval(() => this.check(), 250);
   }
 
-  /** @returns {Rung[]} rungs that this browser and server have, best first */
   rungs() {
-    const hasRelay = this.ice.some((server) => [server.urls].flat().some((url) => /^turns?:/.test(url)));
-    /** @type {Rung[]} */
-    const all = ["webrtc", "relay", "webcodecs", "jpeg"];
-    return all.filter((rung) => {
-      if (rung === "webcodecs") return this.caps.webcodecs.length > 0;
-      return rung === "jpeg" || (this.caps.webrtc && (rung === "webrtc" || hasRelay));
-    });
+    return rungsOf(this.caps, this.ice);
   }
 
   /** A new socket: media starts afresh once the session has a world. @param {Welcome} welcome */
@@ -86,20 +76,22 @@ export class Video {
 
   /** @returns {Rung} */
   firstRung() {
-    if (this.forced !== "auto") return this.forced;
-    const kept = JSON.parse(localStorage.getItem(MEMORY_KEY) ?? "null");
-    const isFresh = kept && Date.now() - kept.atMs < MEMORY_MS && this.rungs().includes(kept.rung);
-    return isFresh ? kept.rung : this.rungs()[0];
+    return this.forced === "auto" ? firstRung(this.rungs()) : this.forced;
   }
 
   /** The user's choice. @param {Rung | "auto"} choice */
   force(choice) {
     this.forced = choice;
-    localStorage.removeItem(MEMORY_KEY);
-    if (this.isStarted) this.start(this.firstRung(), "chosen");
+    forget();
+    if (this.isStarted) this.start(this.firstRung(), "");
   }
 
-  /** @param {Rung} rung @param {string} why */
+  /** The server sends nothing over the connection that there is. */
+  renegotiate() {
+    if (this.isStarted) this.start(this.rung, "");
+  }
+
+  /** @param {Rung} rung @param {string} why words for the visitor, if any */
   start(rung, why) {
     this.stop();
     this.isStarted = true;
@@ -135,8 +127,17 @@ export class Video {
   }
 
   onFrame() {
-    this.hasFrame = true;
     this.frameAtMs = nowMs();
+    this.hasAskedForKey = false;
+    if (this.hasFrame) return;
+    this.hasFrame = true;
+    this.hooks.onPicture();
+    if (this.forced === "auto") remember(this.rungs(), this.rung);
+  }
+
+  /** The page is looked at again: time out of sight does not count. */
+  onSeen() {
+    this.rungSinceMs = this.frameAtMs = nowMs();
   }
 
   /** @param {ArrayBuffer} buffer */
@@ -156,10 +157,21 @@ export class Video {
     setTimeout(() => rtc === this.rtc && !rtc.isAnswered && this.start(this.rung, ""), retryMs);
   }
 
+  /** WebRTC failed, as the server says. */
+  onRtcError() {
+    if (this.rtc) this.fall("no agreement");
+  }
+
   /** @param {number} fpsOut frames a second that the server says it sends */
   onStats(fpsOut) {
+    this.rtc?.poll().catch(() => {});
     if (!this.hasFrame || fpsOut < 5 || document.hidden) return;
-    if (nowMs() - this.frameAtMs > STALL_MS) this.fall("no frames");
+    const stalledMs = nowMs() - this.frameAtMs;
+    if (stalledMs > STALL_MS) this.fall("no frames");
+    else if (stalledMs > KEY_MS && !this.hasAskedForKey) {
+      this.hasAskedForKey = true;
+      this.hooks.send({ t: "kf", reason: "stall" });
+    }
   }
 
   /** Fall where the rung brought no frame in its time. */
@@ -167,17 +179,22 @@ export class Video {
     if (!this.isStarted || this.hasFrame || document.hidden || !WITH_FRAMES.includes(this.state)) return;
     const limits = { webrtc: this.ladderMs[0], relay: this.ladderMs[1] };
     const limitMs = this.rung in limits ? limits[/** @type {"relay"} */ (this.rung)] : WS_LIMIT_MS;
-    if (nowMs() - this.rungSinceMs > limitMs) this.fall("no frames in time");
+    if (nowMs() - this.rungSinceMs <= limitMs) return;
+    if (this.forced === "auto") this.fall("no frames in time");
+    else this.start(this.rung, `${RUNG_NAMES[this.rung]}: no frames in time. Trying again.`);
   }
 
-  /** One rung down, and remember it. @param {string} why */
+  /** One rung down; the last one and a forced one are tried again. @param {string} why */
   fall(why) {
+    if (!this.isStarted) return;
+    if (this.forced !== "auto") {
+      // Not at once: what fails at once would fail again and again.
+      this.hasFrame = false;
+      return;
+    }
     const rungs = this.rungs();
-    const next = rungs[rungs.indexOf(this.rung) + 1];
-    if (this.forced !== "auto" || !this.isStarted) return;
-    // The last rung is tried again: there is nothing below it.
-    this.start(next ?? this.rung, `${RUNG_NAMES[this.rung]}: ${why}`);
-    if (next) localStorage.setItem(MEMORY_KEY, JSON.stringify({ rung: next, atMs: Date.now() }));
+    const next = rungs[rungs.indexOf(this.rung) + 1] ?? this.rung;
+    this.start(next, `${RUNG_NAMES[this.rung]}: ${why}. Now: ${RUNG_NAMES[next]}.`);
   }
 
   /** The socket is gone: the last picture stays on the screen. */
@@ -188,8 +205,8 @@ export class Video {
     this.rtc = this.ws = null;
   }
 
-  /** @returns {Promise<number>} frames that arrived here and were not shown */
-  async dropped() {
-    return (await this.rtc?.dropped()) ?? this.ws?.dropped ?? 0;
+  /** Frames that arrived here and were not shown. */
+  get dropped() {
+    return (this.rtc ?? this.ws)?.dropped ?? 0;
   }
 }

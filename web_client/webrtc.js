@@ -1,13 +1,17 @@
 /**
  * One WebRTC connection that receives the video.
  *
- * Owns one `RTCPeerConnection` under its generation number. Invariant: messages of other generations
- * are not for it.
+ * Owns one `RTCPeerConnection` under its generation number, and how long pictures are held against
+ * jitter. Invariant: messages of other generations are not for it.
  */
 
 /** @typedef {import("./protocol.d.ts").ClientMessage} ClientMessage */
 
 const GATHER_MS = 500;
+/** Pictures are held only on links whose jitter makes them uneven; the two limits keep it from swinging. */
+const ROUGH_MS = 30;
+const SMOOTH_MS = 15;
+const HOLD_MS = [50, 100];
 const hasFrameCallbacks = "requestVideoFrameCallback" in HTMLVideoElement.prototype;
 
 export class RtcVideo {
@@ -21,6 +25,10 @@ export class RtcVideo {
     this.isClosed = false;
     this.isOffered = false;
     this.isAnswered = false;
+    this.dropped = 0;
+    this.holdMs = 0;
+    /** @type {RTCRtpReceiver | null} */
+    this.receiver = null;
     const { gen, send } = options;
     this.peer = new RTCPeerConnection({
       iceServers: options.iceServers,
@@ -28,7 +36,8 @@ export class RtcVideo {
       iceTransportPolicy: options.isRelay ? "relay" : "all",
     });
     this.peer.ontrack = ({ streams, track, receiver }) => {
-      if ("jitterBufferTarget" in receiver) receiver.jitterBufferTarget = 0;
+      this.receiver = receiver;
+      this.hold(0);
       options.video.srcObject = streams[0] ?? new MediaStream([track]);
       options.video.play().catch(() => {});
       this.watch();
@@ -85,13 +94,21 @@ export class RtcVideo {
     video.requestVideoFrameCallback(shown);
   }
 
-  /** Frames that arrived and were not shown. @returns {Promise<number>} */
-  async dropped() {
-    let count = 0;
-    (await this.peer.getStats()).forEach((/** @type {any} */ report) => {
-      if (report.type === "inbound-rtp") count += report.framesDropped ?? 0;
-    });
-    return count;
+  /** Take the browser's figures: drops, and jitter, which decides how long pictures are held. */
+  async poll() {
+    for (const [, report] of /** @type {Map<string, any>} */ (await this.peer.getStats())) {
+      if (report.type !== "inbound-rtp") continue;
+      this.dropped = report.framesDropped ?? 0;
+      const jitterMs = (report.jitter ?? 0) * 1000;
+      if (jitterMs > ROUGH_MS) this.hold(Math.min(Math.max(2 * jitterMs, HOLD_MS[0]), HOLD_MS[1]));
+      else if (jitterMs < SMOOTH_MS) this.hold(0);
+    }
+  }
+
+  /** @param {number} ms how long the browser holds a picture */
+  hold(ms) {
+    this.holdMs = ms;
+    if (this.receiver && "jitterBufferTarget" in this.receiver) this.receiver.jitterBufferTarget = ms;
   }
 
   close() {

@@ -26,12 +26,23 @@ const REFUSALS = {
   UNAUTHORIZED: { headline: "This server wants a token", detail: "Open the address that the server printed; it ends in #token=...", button: "Try again" },
   FORBIDDEN_ORIGIN: { headline: "This page may not use this server", detail: "Open the address that the server printed." },
   NO_SESSION: { headline: "There is nothing to watch", detail: "That world has ended.", button: "Try again" },
+  BAD_MESSAGE: { headline: "There is no such world", detail: "The address of this page names a scene that the server does not have, or the page is older than the server.", button: "Try again" },
+};
+
+/** Why a connection ended that comes back by itself. @type {Record<string, Words>} */
+const LOSSES = {
+  SERVER_SHUTDOWN: { headline: "The server is closing", detail: "This page asks again until it is back." },
+  WARMUP_TIMEOUT: { headline: "The world took too long to start", detail: "A new one begins." },
+  GEN_TIMEOUT: { headline: "The world stopped", detail: "The model was too slow. A new world begins." },
+  WORKER_DIED: { headline: "The world stopped", detail: "The process that makes it ended. A new world begins." },
+  QUEUE_FULL: { headline: "You waited for long", detail: "This page asks for a place again." },
+  RATE_LIMIT: { headline: "Too many messages", detail: "The connection is opened again in a moment." },
 };
 
 /** @type {Record<string, Words>} */
 const STATES = {
   WARMING: { headline: "Starting the world" },
-  READY: { headline: "Click, or press W, to walk", isLight: true },
+  READY: { headline: "Click, or press W, to walk", detail: "W A S D walk, arrows or mouse look, Esc frees the mouse.", button: "Play", isLight: true },
   RUNNING: { headline: "" },
   GRACE: { headline: "The player is gone", detail: "The world waits half a minute." },
   DRAINING: { headline: "This world is closing", detail: "Save its video or trace now." },
@@ -44,6 +55,9 @@ const PAUSES = {
   idle: "No key was pressed for a minute.",
   hidden: "The page was out of sight.",
 };
+
+/** While a chunk takes much longer than the ones before. @type {Words} */
+export const SLOW = { headline: "The server is slow", detail: "The next pictures take longer than usual.", isLight: true };
 
 /** @param {number} seconds */
 const about = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s` : `${Math.round(seconds / 60)} min`);
@@ -60,10 +74,11 @@ export function wordsOfStatus(status) {
     }
     case "unreachable":
     case "lost": {
-      const headline = status.kind === "lost" ? "Connection lost" : "The server does not answer";
       const wait = status.retryMs < 1000 ? "Trying again now." : `Trying again in ${about(status.retryMs / 1000)}.`;
-      const detail = status.kind === "lost" ? `${wait} Your world waits half a minute.` : wait;
-      return { headline, detail, button: "Try now" };
+      const loss = LOSSES[status.code];
+      if (status.kind === "lost" && loss) return { ...loss, button: "Try now" };
+      if (status.kind === "unreachable") return { headline: "The server does not answer", detail: wait, button: "Try now" };
+      return { headline: "Connection lost", detail: `${wait} Your world waits half a minute.`, button: "Try now" };
     }
     case "refused":
       return REFUSALS[status.code] ?? { headline: "The server said no", detail: status.code, button: "Try again" };
@@ -89,7 +104,7 @@ export function wordsOfState(state, reason, page) {
     return { headline: "Waiting for the picture", detail: page.transport };
   }
   if (page.isViewer && state === "READY") return { headline: "Waiting for the player", isLight: true };
-  if (page.isTouch && state === "READY") return { headline: "Touch a stick to walk", isLight: true };
+  if (page.isTouch && state === "READY") return { headline: "Touch a stick to walk", button: "Play", isLight: true };
   if (state === "PAUSED") {
     const detail = page.isViewer ? "by the player" : PAUSES[reason] ?? "";
     return { headline: "Paused", detail, button: page.isViewer ? undefined : "Go on", isLight: true };

@@ -35,7 +35,7 @@ BLOCKED_UDP = "RTCPeerConnection.prototype.setRemoteDescription = () => new Prom
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Service]:
     """A service for tests that leave it empty; it takes pictures, as one with a model does."""
-    with running(renderer=False, grace_s=0.5) as service:
+    with running(renderer=False, grace_s=2.0) as service:
         yield service
 
 
@@ -92,6 +92,12 @@ def wait_for_notice(page: Page, words: str) -> None:
     page.locator("#notice", has_text=words).wait_for(timeout=PICTURE_LIMIT_MS)
 
 
+def play_painted(page: Page, service: Service) -> None:
+    """Begin to walk, and wait until the first picture, which is a real one, has given way."""
+    play(page, service, "?transport=jpeg")
+    until(lambda: painted(page)[0] < 60)
+
+
 def painted(page: Page) -> tuple[int, int]:
     """What the canvas shows: (chunk, walk so far), as red and blue."""
     red, _, blue, _ = page.evaluate(
@@ -114,7 +120,7 @@ def test_visitor_sees_the_world_walks_and_reads_the_latency(
 
 
 def test_world_walks_while_a_key_is_held_and_stops_on_blur(page: Page, service: Service) -> None:
-    play(page, service, "?transport=jpeg")
+    play_painted(page, service)
     page.keyboard.down("KeyW")
     begin = painted(page)[1]
     until(lambda: painted(page)[1] > begin + 20)
@@ -251,6 +257,6 @@ def test_closing_server_is_said(page: Page) -> None:
     with running(grace_s=0.5) as service:
         see(page, service, "?transport=jpeg")
         service.stop()
-        wait_for_words(page, "Connection lost")
+        wait_for_words(page, "The server is closing")
         service.join()
     wait_for_words(page, "The server does not answer")

@@ -1,0 +1,43 @@
+/**
+ * Whether somebody looks: out of sight the world pauses, seen again it goes on, gone it is left.
+ *
+ * Owns the note that the page itself made the pause, which outlives a reload. Invariant: a pause
+ * that the player asked for is never ended here.
+ */
+
+import { session } from "./kept.js";
+
+const HIDDEN_KEY = "worldstream.hidden";
+
+export class Presence {
+  /**
+   * @param {{connection: import("./connection.js").Connection, state: () => string,
+   *   onSeen: () => void}} page
+   */
+  constructor(page) {
+    this.page = page;
+    document.addEventListener("visibilitychange", () => this.onVisibility());
+    // After the snapshot that lets go of all keys, which is sent by a listener of before.
+    addEventListener("pagehide", () => page.connection.leave());
+    addEventListener("pageshow", (event) => event.persisted && page.connection.connect());
+  }
+
+  onVisibility() {
+    const { connection, state, onSeen } = this.page;
+    if (!document.hidden) onSeen();
+    if (document.hidden && state() === "RUNNING" && connection.wants.role !== "viewer") {
+      session.set(HIDDEN_KEY, "yes");
+      connection.send({ t: "pause", reason: "hidden" });
+    }
+    this.resumeIfSeen();
+  }
+
+  /** Call it after each change of the session's state. */
+  resumeIfSeen() {
+    const { connection, state } = this.page;
+    if (document.hidden || connection.wants.role === "viewer") return;
+    if (state() === "RUNNING") session.remove(HIDDEN_KEY);
+    if (state() !== "PAUSED" || !session.get(HIDDEN_KEY)) return;
+    connection.send({ t: "resume", reason: "visible" });
+  }
+}
