@@ -24,8 +24,9 @@ export class Controls {
    */
   constructor(page) {
     this.page = page;
-    /** @type {import("./protocol.d.ts").Welcome | null} */
-    this.welcome = null;
+    this.session = "";
+    /** @type {import("./protocol.d.ts").WorldInfo | null} */
+    this.world = null;
     this.wishes = new Wishes({ connection: page.connection, notice: this.notice });
     this.scenes = new Scenes(element("scenes"), (name, prompt) => {
       element("prompt").value = prompt;
@@ -90,7 +91,7 @@ export class Controls {
   }
 
   async copyWatchLink() {
-    const link = `${location.origin}/?watch=${encodeURIComponent(this.welcome?.session ?? "")}`;
+    const link = `${location.origin}/?watch=${encodeURIComponent(this.session)}`;
     try {
       await navigator.clipboard.writeText(link);
       this.notice(`Copied: ${link}`);
@@ -147,10 +148,9 @@ export class Controls {
    * @param {string} [name] that it is saved under, without the ending
    */
   async save(file, ending, name) {
-    const session = this.welcome?.session ?? "";
-    const saved = `${name ?? `worldstream-${session.slice(0, 8)}`}.${ending}`;
+    const saved = `${name ?? `worldstream-${this.session.slice(0, 8)}`}.${ending}`;
     try {
-      await download(session, file, saved, this.page.connection.resumeToken);
+      await download(this.session, file, saved, this.page.connection.resumeToken);
     } catch (error) {
       this.notice(error instanceof HttpError ? error.message : "The file cannot be saved.");
     }
@@ -167,21 +167,29 @@ export class Controls {
    * @param {import("./ladder.js").Rung[]} rungs that can be chosen
    */
   onWelcome(welcome, rungs) {
-    this.welcome = welcome;
-    this.wishes.onWelcome(welcome);
+    this.session = welcome.session;
+    this.wishes.onWelcome(welcome.session);
+    element("prompt").maxLength = welcome.limits.prompt_chars;
     for (const option of element("transport").options) {
       option.disabled = option.value !== "auto" && !rungs.includes(option.value);
     }
     const { w, h } = welcome.video;
     document.documentElement.style.setProperty("--ratio", String(w / h));
+    this.onWorld(welcome.world);
     this.load();
   }
 
+  /** @param {import("./protocol.d.ts").WorldInfo} world that is shown */
+  onWorld(world) {
+    this.world = world;
+    this.wishes.onWorld(world);
+    this.showWorld();
+  }
+
   showWorld() {
-    if (!this.welcome || this.wishes.kept) return;
-    const { scene, prompt } = this.welcome.world;
+    if (!this.world || this.wishes.kept) return;
+    const { scene, prompt } = this.world;
     const field = element("prompt");
-    field.maxLength = this.welcome.limits.prompt_chars;
     if (document.activeElement !== field) field.value = prompt || this.scenes.promptOf(scene ?? "");
     this.scenes.mark(scene ?? "");
   }

@@ -155,6 +155,9 @@ function onMessage(message) {
       hud.onStats(message);
       video.onStats(message.fps_out);
       break;
+    case "world":
+      controls.onWorld(message.world);
+      break;
     case "applied":
       controls.wishes.onApplied(message);
       break;

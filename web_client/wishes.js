@@ -7,6 +7,7 @@
  */
 
 /** @typedef {import("./protocol.d.ts").Reset} Reset */
+/** @typedef {import("./protocol.d.ts").WorldInfo} WorldInfo */
 
 export class Wishes {
   /**
@@ -53,11 +54,15 @@ export class Wishes {
     this.page.notice(isSent ? `${title}: on its way` : `${title}: kept for the next connection`);
   }
 
-  /** @param {import("./protocol.d.ts").Welcome} welcome */
-  onWelcome({ session, world }) {
+  /** @param {string} session that the page is connected to now */
+  onWelcome(session) {
     this.titles.clear();
     if (session !== this.session) this.kept = null;
     this.session = session;
+  }
+
+  /** A session that took this one's place would begin like this. @param {WorldInfo} world */
+  onWorld(world) {
     const { wants } = this.page.connection;
     if (this.kept || wants.role === "viewer") return;
     const { scene, image_id, prompt, seed } = world;

@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 
 from stream import server_messages as server
 from stream.error_codes import CLOSE_CODE, ERROR_TEXT, ErrorCode
-from stream.protocol import SessionState
+from stream.protocol import SessionState, WorldInfo
 from tests.web.fake_service import FakeService, serve
 
 if TYPE_CHECKING:
@@ -134,12 +134,59 @@ def test_lost_socket_is_said_and_the_page_returns_to_the_same_world(
     assert service.created[-1]["resume"].startswith("resume-")
     assert "Connection lost" in page.evaluate("window.heard")
     page.wait_for_selector("body[data-state=READY]")
+    service.set_state(SessionState.RUNNING)
+    page.wait_for_selector("#overlay", state="hidden")
+
+
+def test_wish_without_a_connection_is_asked_for_after_it(page: Page, service: FakeService) -> None:
+    play(page, service)
+    service.refusal = ErrorCode.NOT_READY
+    service.close_socket(1012)
+    wait_for_headline(page, "The server does not answer")
+    page.click("button[data-scene=snow-ruins]")
+    assert service.messages("reset") == []
+    service.refusal = None
+    page.click("#overlay-button")
+    wish = until(lambda: service.messages("reset"))[0]
+    assert (wish.scene, wish.prompt) == ("snow-ruins", "words of snow-ruins")
+    time.sleep(0.2)
+    assert len(service.messages("reset")) == 1
+
+
+def test_prompt_of_the_world_is_in_its_field_unless_somebody_types(
+    page: Page, service: FakeService
+) -> None:
+    play(page, service)
+    assert page.input_value("#prompt") == "words"
+    world = WorldInfo(scene="snow-ruins", image_id=None, prompt="snow", seed=0, epoch=1)
+    service.send(server.World(world=world))
+    page.wait_for_function("document.getElementById('prompt').value === 'snow'")
+    assert page.get_attribute("button[data-scene=snow-ruins]", "aria-pressed") == "true"
+    page.fill("#prompt", "ice")
+    service.send(server.World(world=world))
+    service.send(server.Warn(code="TEST", msg="all heard"))
+    page.locator("#notice", has_text="all heard").wait_for()
+    assert page.input_value("#prompt") == "ice"
+
+
+def test_slow_chunk_is_said_until_the_next_one(page: Page, service: FakeService) -> None:
+    play(page, service)
+    service.send(server.Warn(code="SLOW", msg="slow"))
+    wait_for_headline(page, "The server is slow")
+    service.send(
+        server.Chunk(
+            k=1, epoch=0, first=18, n=17, pts0=0, dpts=3750, pts=None, act=None,
+            times=server.ChunkTimes(latch=(), gen0=0.0, gen1=0.0, enq=0.0, due=0.0),
+        )
+    )  # fmt: skip
+    page.wait_for_selector("#overlay", state="hidden")
 
 
 def test_reloaded_page_returns_to_the_same_world(page: Page, service: FakeService) -> None:
     play(page, service)
     page.reload()
     until(lambda: len(service.created) == 2)
+    assert len(service.messages("bye")) == 1  # frees the place of a page that is closed
     assert service.created[-1]["resume"].startswith("resume-")
 
 
