@@ -1,20 +1,23 @@
 """What aiortc does but does not offer: the only place that touches its private parts.
 
-Owns: local addresses and ports of ICE, keyframe requests of packet tracks, the RTP time of the last
-packet, the playout-delay header. Each accessor checks what it finds; where another version of
-aiortc lacks it, the answer is False or None, a warning is logged once, and the service goes on
-without (viewers then join timestamps by themselves, and ask for keyframes over the WebSocket).
+Owns: local addresses and ports of ICE, keyframe requests of packet tracks, what receivers report,
+the RTP time of the last packet, the playout-delay header. Each accessor checks what it finds; where
+another version of aiortc lacks it, the answer is False or None, a warning is logged once, and the
+service goes on without (viewers then join timestamps by themselves, and ask for keyframes over the
+WebSocket).
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import inspect
 import ipaddress
 import random
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import structlog
 from aioice import Candidate, Connection, ice
@@ -32,7 +35,20 @@ GATHER_S = 0.8
 """Longest wait for STUN and TURN servers: the offer has to be answered within a second."""
 
 _RTP_TIME = "_RTCRtpSender__rtp_timestamp"
+_RTT = "_RTCRtpSender__rtt"
+_HISTORY = "_RTCRtpSender__rtp_history"
 _EXTENSION_MAP = "_RTCRtpSender__rtp_header_extensions_map"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feedback:
+    """What one report of a receiver says; None where it says nothing about it."""
+
+    remb_bps: int | None = None
+    """What the receiver's link carries, by its estimate."""
+    rtt_s: float | None = None
+    is_beyond_repair: bool = False
+    """Packets are missing that cannot be sent again any more."""
 
 
 def bind_candidates(
@@ -66,6 +82,42 @@ def on_keyframe_request(sender: RTCRtpSender, callback: Callable[[], None]) -> b
         return False
     sender._send_keyframe = callback  # type: ignore[method-assign]
     return True
+
+
+def on_feedback(sender: RTCRtpSender, callback: Callable[[Feedback], None]) -> bool:
+    """Have each report of the receiver call `callback`, after aiortc acted on it."""
+    handle = getattr(sender, "_handle_rtcp_packet", None)
+    if not (inspect.iscoroutinefunction(handle) and {_RTT, _HISTORY} <= sender.__dict__.keys()):
+        _warn_once("reports of receivers")
+        return False
+
+    async def handle_and_tell(packet: rtp.AnyRtcpPacket) -> None:
+        await handle(packet)
+        callback(_feedback(sender, packet))
+
+    sender._handle_rtcp_packet = handle_and_tell  # type: ignore[method-assign]
+    return True
+
+
+def _feedback(sender: RTCRtpSender, packet: rtp.AnyRtcpPacket) -> Feedback:
+    if isinstance(packet, rtp.RtcpRrPacket | rtp.RtcpSrPacket):
+        return Feedback(rtt_s=sender.__dict__[_RTT])
+    if isinstance(packet, rtp.RtcpRtpfbPacket) and packet.fmt == rtp.RTCP_RTPFB_NACK:
+        history = sender.__dict__[_HISTORY]
+        return Feedback(is_beyond_repair=any(_is_gone(history, lost) for lost in packet.lost))
+    if isinstance(packet, rtp.RtcpPsfbPacket) and packet.fmt == rtp.RTCP_PSFB_APP:
+        try:
+            remb_bps, ssrcs = rtp.unpack_remb_fci(packet.fci)
+        except ValueError:
+            return Feedback()
+        return Feedback(remb_bps=remb_bps if sender._ssrc in ssrcs else None)
+    return Feedback()
+
+
+def _is_gone(history: dict[int, rtp.RtpPacket], sequence_number: int) -> bool:
+    """Whether a packet is not in aiortc's ring of those sent last."""
+    packet = history.get(sequence_number % rtp.RTP_HISTORY_SIZE)
+    return packet is None or packet.sequence_number != sequence_number
 
 
 def rtp_timestamp(sender: RTCRtpSender) -> int | None:
@@ -138,19 +190,17 @@ async def _gather(
     addresses: list[str],
     timeout: int = 5,
 ) -> list[Candidate]:
-    """Stands in for `Connection.get_component_candidates`, which takes any port of all addresses.
-
-    `addresses` is empty where only relays may be used.
-    """
-    if not addresses and connection.turn_server is not None:
-        hosts = ()
-    elif hosts is None:
+    """Stand in for `Connection.get_component_candidates`, which takes any port of any address."""
+    if hosts is None:
         hosts = (*(each for each in addresses if each != LOOPBACK), LOOPBACK)
-    protocols = [await _open(connection, component, host, ports) for host in hosts]
-    opened = [protocol for protocol in protocols if protocol is not None]
-    connection._protocols += opened
+    opened: list[ice.StunProtocol] = []
+    for host in hosts:
+        protocol = await _open(connection, component, host, ports)
+        if protocol is not None:
+            opened.append(protocol)
+            connection._protocols.append(protocol)  # closed with it, whatever happens next
     candidates = [protocol.local_candidate for protocol in opened]
-    tasks: list[asyncio.Task[Candidate | None]] = []
+    tasks: list[asyncio.Task[Candidate]] = []
     if connection.stun_server:
         tasks += [
             asyncio.create_task(_reflexive(protocol, connection.stun_server))
@@ -160,13 +210,13 @@ async def _gather(
     if connection.turn_server:
         tasks.append(asyncio.create_task(_relayed(connection, component)))
     if tasks:
-        done, pending = await asyncio.wait(tasks, timeout=min(timeout, GATHER_S))
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        candidates += [
-            found for task in done if task.exception() is None and (found := task.result())
-        ]
+        try:
+            await asyncio.wait(tasks, timeout=min(timeout, GATHER_S))
+        finally:
+            for task in tasks:
+                task.cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+        candidates += [each for each in found if isinstance(each, Candidate)]
     return candidates
 
 
@@ -184,8 +234,10 @@ async def _open(
             transport, protocol = await loop.create_datagram_endpoint(
                 lambda: ice.StunProtocol(connection), local_addr=(host, number)
             )
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                continue
+            break
         address = transport.get_extra_info("sockname")
         protocol.local_candidate = Candidate(
             foundation=candidate_foundation("host", "udp", address[0]),
@@ -201,14 +253,25 @@ async def _open(
     return None
 
 
-async def _reflexive(protocol: ice.StunProtocol, server: tuple[str, int]) -> Candidate | None:
+async def _reflexive(protocol: ice.StunProtocol, server: tuple[str, int]) -> Candidate:
     return (await ice.server_reflexive_candidate(protocol, server))[0]
 
 
-async def _relayed(connection: Connection, component: int) -> Candidate | None:
-    """The base class asks the TURN server, and no other where it gets no addresses."""
-    found = await Connection.get_component_candidates(connection, component, [])
-    return found[0] if found else None
+async def _relayed(connection: Connection, component: int) -> Candidate:
+    """Ask the TURN server, which the caller made sure is there."""
+    assert connection.turn_server is not None
+    candidate, protocol = await ice.relayed_candidate(
+        component=component,
+        hide_related_address=False,
+        protocol_factory=lambda: ice.StunProtocol(connection),
+        turn_server=connection.turn_server,
+        turn_username=connection.turn_username,
+        turn_password=connection.turn_password,
+        turn_ssl=connection.turn_ssl,
+        turn_transport=connection.turn_transport,
+    )
+    connection._protocols.append(protocol)
+    return candidate
 
 
 def _is_outward_v4(host: str) -> bool:

@@ -351,6 +351,15 @@ class Live:
             metrics.sessions.labels(state=str(state)).set(states[state])
         metrics.viewers.set(sum(len(room.viewers) for room in self._rooms.values()))
         metrics.queue_length.set(len(self.registry.queue()))
+        media = [
+            room.transports.media.stats()
+            for room in self._rooms.values()
+            if room.transports.media is not None
+        ]
+        metrics.playout_left_s.set(min((each.playout_left_s for each in media), default=0.0))
+        metrics.bitrate_bps.set(min((each.bitrate_bps for each in media), default=0))
+        metrics.remb_bps.set(min((each.remb_bps for each in media if each.remb_bps), default=0))
+        metrics.rtt_s.set(max((each.rtt_s for each in media if each.rtt_s), default=0.0))
         metrics.ring_frames.set(sum(seat.worker.ring.taken_count for seat in self._seats))
         return metrics.text()
 

@@ -1,9 +1,9 @@
 """Media of one session: frames in, evenly paced and encoded once for all viewers.
 
-Owns the queue of frames that wait for their time, the pacing task, the viewers. Does not own
-sockets, sessions or the ring: what happens is told to a `MediaEvents`.
+Owns the queue of frames that wait for their time and the pacing task. Does not own the viewers
+(`audience`), sockets, sessions or the ring: what happens is told to a `MediaEvents`.
 
-    publish -> queue -> (due time) -> encoder of each codec in use -> WebRTC tracks, WebSockets
+    publish -> queue -> (due time) -> encoder of each stream in use -> WebRTC tracks, WebSockets
 
 Invariants: everything runs on one event loop, encoding on one thread; the queue holds two chunks,
 and drops its oldest frame beyond; after `set_epoch` no frame of an older epoch leaves.
@@ -15,30 +15,34 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from stream import pacing
+from stream.audience import Audience
 from stream.chunk_notice import Announcer, ChunkNotice
 from stream.media_events import MediaEvents, MediaSettings, MediaStats
-from stream.peer import Answer, OfferError, Peer
 from stream.recording import Recording
-from stream.shared_encoders import SharedEncoders, Viewer
-from stream.video_encoder import Codec, EncodedFrame
-from stream.ws_video import WsVideo
+from stream.shared_encoders import SharedEncoders, Stream, TimedPicture, Viewer, Want, stream_of
+from stream.video_encoder import Codec, EncodedFrame, KeyCause
 
 if TYPE_CHECKING:
     from stream.frames import FrameMeta
+
+log = structlog.get_logger(__name__)
 
 STATS_FRAMES = 240
 """Frames over which times and sizes are taken."""
 STATS_S = 2.0
 """Time over which rates are taken."""
+RATES_S = 0.5
+"""Time between two decisions about bit rates."""
 
 
 @dataclass(slots=True)
@@ -79,7 +83,8 @@ class Media:
         events: is told what happens; nobody by default.
         clock_s: monotonic, for tests.
 
-    Made and used on one running event loop; nothing leaves before `start`.
+    Made and used on one running event loop; nothing leaves before `start`. Viewers come and go by
+    its `audience`.
     """
 
     def __init__(
@@ -107,22 +112,27 @@ class Media:
         self._last_s = 0.0
         self._announcer = Announcer(settings.frames_per_chunk)
         self._encoders = SharedEncoders(width_px, height_px, fps, settings, clock_s=clock_s)
-        self._peers: dict[tuple[str, int], Peer] = {}
-        self._newest_gen: dict[str, int] = {}
-        self._ws: dict[str, WsVideo] = {}
-        self._recording: Recording | None = None
+        self.audience = Audience(
+            settings,
+            self._events,
+            on_joined=self._wake.set,
+            on_keyframe=self._want_key,
+            period_s=1.0 / fps,
+            clock_s=clock_s,
+        )
+        self._rates_s = float("-inf")
         self._counts = _Counts()
         self._sent_at_s: deque[float] = deque(maxlen=STATS_FRAMES)
         self._encode_ms: deque[float] = deque(maxlen=STATS_FRAMES)
         self._sizes: deque[int] = deque(maxlen=STATS_FRAMES)
         self._task: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     def start(self) -> None:
         """Begin pacing."""
         if self._task is None and not self._is_closed:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="pacer")
+            self._task.add_done_callback(self._pacer_ended)
 
     @property
     def notice(self) -> ChunkNotice | None:
@@ -173,102 +183,11 @@ class Media:
         self._queue = kept
         self._last = None
         self._announcer.forget()
-        for peer in self._peers.values():
-            peer.track.discard_before(epoch)
-        for viewer in self._viewers():
-            self._encoders.want_keyframe(viewer.codec)
-        self._wake.set()
+        self.audience.discard_before(epoch)
+        for viewer in self.audience.viewers:
+            self._want_key(stream_of(viewer), KeyCause.RESET)
 
-    # ---- viewers
-
-    async def add_webrtc(
-        self,
-        viewer_id: str,
-        gen: int,
-        offer_sdp: str,
-        *,
-        codecs: Sequence[Codec] = (Codec.H264, Codec.VP8),
-    ) -> Answer:
-        """Answer an offer. What the viewer has now goes on until the new connection stands.
-
-        Raises:
-            OfferError: if the offer cannot be used, or another overtook it.
-        """
-        if self._is_closed or gen <= self._newest_gen.get(viewer_id, -1):
-            raise OfferError("BAD_MESSAGE", f"gen {gen} is not newer")
-        self._newest_gen[viewer_id] = gen
-        peer = Peer(
-            self._settings.ice,
-            on_started=self._wake_for_viewer,
-            on_keyframe=lambda: self._want_key(peer.track),
-            on_origin=lambda origin: self._events.on_origin(viewer_id, gen, origin),
-            on_state=lambda state: self._handle_peer(viewer_id, gen, state),
-        )
-        try:
-            answer = await peer.answer(offer_sdp, codecs)
-            if self._newest_gen.get(viewer_id) != gen:
-                raise OfferError("RTC_FAILED", "the viewer left or sent a newer offer")
-        except BaseException:  # cancellation too: a half-made connection must not stay
-            self._close_later(peer)
-            raise
-        self._peers[viewer_id, gen] = peer
-        return answer
-
-    async def add_candidate(
-        self, viewer_id: str, gen: int, candidate: str, mid: str | None, mline: int | None
-    ) -> None:
-        """Take one more ICE candidate; those of connections that are gone are passed over.
-
-        Raises:
-            OfferError: if it is malformed, or one too many.
-        """
-        peer = self._peers.get((viewer_id, gen))
-        if peer is not None:
-            await peer.add_candidate(candidate, mid, mline)
-
-    def add_ws(self, viewer_id: str, codec: Codec, send: Callable[[bytes], None]) -> None:
-        """Send video over a WebSocket from now on; the viewer's WebRTC connections end.
-
-        `send` takes one binary message and returns at once.
-        """
-        self._drop_peers(viewer_id, before_gen=None)
-        self._newest_gen.setdefault(viewer_id, -1)
-        period_s = 1.0 / self._fps
-        self._ws[viewer_id] = WsVideo(codec, send, period_s=period_s, clock_s=self._clock_s)
-        self._wake_for_viewer()
-
-    def acknowledge(self, viewer_id: str, frame_id: int) -> None:
-        """A WebSocket viewer has shown or dropped a frame."""
-        viewer = self._ws.get(viewer_id)
-        if viewer is not None:
-            viewer.acknowledge(frame_id)
-
-    def request_keyframe(self, viewer_id: str) -> None:
-        """Let this viewer's codec have a keyframe soon."""
-        for (owner, _), peer in self._peers.items():
-            if owner == viewer_id:
-                self._want_key(peer.track)
-        if (viewer := self._ws.get(viewer_id)) is not None:
-            self._want_key(viewer)
-
-    def remove(self, viewer_id: str) -> None:
-        """Forget a viewer; its connections close in the background."""
-        self._newest_gen.pop(viewer_id, None)
-        self._ws.pop(viewer_id, None)
-        self._drop_peers(viewer_id, before_gen=None)
-
-    def dropped_count(self, viewer_id: str) -> int:
-        """Frames that this viewer did not get since its first, over its present connections."""
-        mine: list[Viewer] = [
-            peer.track for (owner, _), peer in self._peers.items() if owner == viewer_id
-        ]
-        if viewer_id in self._ws:
-            mine.append(self._ws[viewer_id])
-        return sum(viewer.dropped_count for viewer in mine)
-
-    def set_bitrate(self, bitrate_bps: int) -> None:
-        """Change the bit rate of all encoders from the next frame on."""
-        self._encoders.bitrate_bps = bitrate_bps
+    # ---- what is kept, what is told
 
     def record(self, path: Path) -> None:
         """Record from now on what is shown, into a growing `.ts` file (see `stream.recording`).
@@ -276,15 +195,13 @@ class Media:
         Raises:
             OSError: if the file cannot be made.
         """
-        self.stop_recording()
         width_px, height_px = self._size_px
-        self._recording = Recording(path, width_px=width_px, height_px=height_px, fps=self._fps)
+        recording = Recording(path, width_px=width_px, height_px=height_px, fps=self._fps)
+        self.audience.record(recording)
 
     def stop_recording(self) -> None:
         """Complete the recording, if there is one."""
-        if self._recording is not None:
-            self._recording.finish()
-            self._recording = None
+        self.audience.record(None)
 
     def stats(self) -> MediaStats:
         """Figures of now."""
@@ -294,6 +211,7 @@ class Media:
         fps_out = (len(recent) - 1) / span_s if len(recent) > 1 and span_s > 0 else 0.0
         mean_bytes = sum(self._sizes) / len(self._sizes) if self._sizes else 0.0
         period_s = self._timeline.period_s
+        links = [viewer.feed.link for viewer in self.audience.viewers]
         return MediaStats(
             queue_frames=len(self._queue),
             playout_left_s=len(self._queue) * period_s,
@@ -310,8 +228,11 @@ class Media:
             missed_count=counts.missed,
             keyframe_count=counts.keyframes,
             late_count=counts.late,
-            webrtc_viewers=sum(peer.state == "connected" for peer in self._peers.values()),
-            ws_viewers=len(self._ws),
+            webrtc_viewers=self.audience.webrtc_count,
+            ws_viewers=self.audience.ws_count,
+            bitrate_bps=self._encoders.rates.bitrate_bps,
+            remb_bps=min((each.remb_bps for each in links if each.remb_bps), default=None),
+            rtt_s=max((each.rtt_s for each in links if each.rtt_s), default=None),
         )
 
     async def close(self) -> None:
@@ -319,20 +240,12 @@ class Media:
         self._is_closed = True
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait((self._task,))
             self._task = None
         while self._queue:
             self._queue.popleft().let_go()
         self._last = None
-        self._ws.clear()
-        self._newest_gen.clear()
-        for peer in self._peers.values():
-            self._close_later(peer)
-        self._peers.clear()
-        if self._closing:
-            await asyncio.gather(*self._closing, return_exceptions=True)
-        self.stop_recording()
+        await self.audience.close()
         self._encoders.close()
 
     # ---- pacing
@@ -355,7 +268,9 @@ class Media:
             wait_s = None
             if self._last is not None:
                 wait_s = self._last_s + self._settings.repeat_s - self._clock_s()
-                if wait_s <= 0 or self._encoders.has_newcomer(self._viewers()):
+                key_wait_s = self._encoders.key_wait_s(self.audience.viewers)
+                wait_s = wait_s if key_wait_s is None else min(wait_s, key_wait_s)
+                if wait_s <= 0:
                     return None
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -405,82 +320,100 @@ class Media:
         self._last_s = self._clock_s()
         self._timeline = pacing.with_sent(self._timeline, decision, self._last_s)
         self._sent_at_s.append(self._last_s)
-        wants = self._encoders.choose(self._viewers())
+        self.audience.note_frame(self._last_s)
+        self._adapt()
+        wants = self._encoders.choose(self.audience.viewers)
         created_ms = _wall_ms()
-        pictures = {}
+        pictures: dict[Stream, TimedPicture] = {}
         if wants:
             pictures = await self._encoders.encode(waiting.frame_HWC, decision.pts90, wants)
-            self._sizes.append(sum(len(timed.picture.data) for timed in pictures.values()))
-            self._encode_ms.append(sum(timed.encode_ms for timed in pictures.values()))
-        for codec, timed in pictures.items():
-            size_bytes = len(timed.picture.data)
-            self._events.on_encoded(codec, timed.encode_ms, size_bytes)
-            self._counts.keyframes += timed.picture.is_key and codec is not Codec.JPEG
+            self._note_cost(wants, pictures)
         meta = waiting.meta
         is_stale = meta.epoch < self._epoch
         self._counts.stale += is_stale
-        for viewer in self._viewers():
-            want, made = wants.get(viewer.codec), pictures.get(viewer.codec)
-            if want is None or is_stale or made is None or viewer not in want.viewers:
-                self._leave_out(viewer, is_encoded=want is not None, is_repeated=is_repeated)
-                continue
-            viewer.deliver(
-                EncodedFrame(
-                    codec=viewer.codec,
-                    data=made.picture.data,
-                    is_key=made.picture.is_key,
-                    frame_id=meta.frame_id,
-                    act_seq=meta.act_seq,
-                    pts90=decision.pts90,
-                    epoch=meta.epoch,
-                    created_ms=created_ms,
-                    width_px=self._size_px[0],
-                    height_px=self._size_px[1],
-                    is_repeated=is_repeated,
-                    is_discontinuity=meta.epoch != self._shown_epoch,
+        for viewer in self.audience.viewers:
+            stream = stream_of(viewer)
+            want, made = wants.get(stream), pictures.get(stream)
+            is_chosen = want is not None and viewer in want.viewers
+            is_sent = False
+            if is_chosen and not is_stale and made is not None and made.picture is not None:
+                is_sent = viewer.deliver(
+                    EncodedFrame(
+                        codec=viewer.codec,
+                        data=made.picture.data,
+                        is_key=made.picture.is_key,
+                        frame_id=meta.frame_id,
+                        act_seq=meta.act_seq,
+                        pts90=decision.pts90,
+                        epoch=meta.epoch,
+                        created_ms=created_ms,
+                        width_px=self._size_px[0],
+                        height_px=self._size_px[1],
+                        is_repeated=is_repeated,
+                        is_discontinuity=meta.epoch != self._shown_epoch,
+                    )
                 )
-            )
+            elif want is not None and (made is None or made.picture is not None):
+                # What the stream went on with and this viewer lacks is a gap.
+                self._counts.missed += not viewer.gate.is_waiting
+                viewer.gate.miss()
+            self._note_delivery(viewer, made, is_sent=is_sent, is_repeated=is_repeated)
         if not is_stale:
             self._shown_epoch = meta.epoch
 
-    # ---- viewers, inside
+    def _note_cost(self, wants: dict[Stream, Want], pictures: dict[Stream, TimedPicture]) -> None:
+        self._encode_ms.append(sum(timed.encode_ms for timed in pictures.values()))
+        made = [(stream, timed) for stream, timed in pictures.items() if timed.picture is not None]
+        self._sizes.append(sum(len(timed.picture.data) for _, timed in made if timed.picture))
+        for stream, timed in made:
+            assert timed.picture is not None
+            cause = None
+            if timed.picture.is_key and stream.codec is not Codec.JPEG:
+                cause = wants[stream].key_cause or KeyCause.REBUILD
+                self._counts.keyframes += 1
+            size_bytes = len(timed.picture.data)
+            self._events.on_encoded(stream.codec, timed.encode_ms, size_bytes, cause)
 
-    def _leave_out(self, viewer: Viewer, *, is_encoded: bool, is_repeated: bool) -> None:
-        """Count a picture that a viewer does not get; what was encoded without it leaves a gap."""
-        if is_encoded:
-            self._counts.missed += not viewer.gate.is_waiting
-            viewer.gate.miss()
-        if not is_repeated and viewer.sent_count:
+    def _note_delivery(
+        self, viewer: Viewer, made: TimedPicture | None, *, is_sent: bool, is_repeated: bool
+    ) -> None:
+        """Tell a viewer's link and the counts what became of a frame."""
+        if is_sent and made is not None and made.picture is not None:
+            viewer.feed.link.note_frame(len(made.picture.data), self._last_s)
+        elif viewer.sent_count and not viewer.has_room:
+            viewer.feed.link.note_frame(None, self._last_s)
+        if is_repeated:
+            return
+        if is_sent:
+            self._events.on_delivered(viewer.transport, is_sent=True)
+        elif viewer.sent_count:
             viewer.dropped_count += 1
+            self._events.on_delivered(viewer.transport, is_sent=False)
 
-    def _viewers(self) -> list[Viewer]:
-        viewers: list[Viewer] = [peer.track for peer in self._peers.values()]
-        viewers += self._ws.values()
-        return viewers if self._recording is None else [*viewers, self._recording]
+    def _adapt(self) -> None:
+        """Let bit rates follow what the links carry."""
+        if self._last_s - self._rates_s < RATES_S:
+            return
+        self._rates_s = self._last_s
+        viewers = [each for each in self.audience.viewers if each.codec is not Codec.JPEG]
+        before = [stream_of(viewer) for viewer in viewers]
+        bitrate_bps = self._encoders.rates.bitrate_bps
+        feeds = [(viewer.feed, viewer.codec) for viewer in viewers]
+        self._encoders.rates.update(feeds, self._last_s)
+        for viewer, stream in zip(viewers, before, strict=True):
+            if stream_of(viewer) != stream:
+                viewer.gate.miss()  # pictures of the other encoder build on none of this one
+        if self._encoders.rates.bitrate_bps != bitrate_bps:
+            log.info("bit_rate", bps=self._encoders.rates.bitrate_bps, was_bps=bitrate_bps)
 
-    def _wake_for_viewer(self) -> None:
+    def _want_key(self, stream: Stream, cause: KeyCause) -> None:
+        self._encoders.want_keyframe(stream, cause)
         self._wake.set()
 
-    def _want_key(self, viewer: Viewer) -> None:
-        self._encoders.want_keyframe(viewer.codec)
-
-    def _handle_peer(self, viewer_id: str, gen: int, state: str) -> None:
-        if state == "connected":
-            self._drop_peers(viewer_id, before_gen=gen)
-            self._ws.pop(viewer_id, None)
-        elif (peer := self._peers.pop((viewer_id, gen), None)) is not None and state == "failed":
-            self._close_later(peer)
-        self._events.on_peer_state(viewer_id, gen, state)
-
-    def _drop_peers(self, viewer_id: str, *, before_gen: int | None) -> None:
-        for owner, gen in list(self._peers):
-            if owner == viewer_id and (before_gen is None or gen < before_gen):
-                self._close_later(self._peers.pop((owner, gen)))
-
-    def _close_later(self, peer: Peer) -> None:
-        task = asyncio.get_running_loop().create_task(peer.close(), name="peer-close")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def _pacer_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("pacing_failed", exc_info=error)
+            self._events.on_failed()
 
 
 def _wall_ms() -> float:

@@ -31,7 +31,12 @@ class Metrics:
             "first_decode_seconds", "Decoding of the first latent of a chunk", _SHORT_S
         )
         self.decode_s = self._histogram("decode_seconds", "Decoding of a chunk", _COST_S)
-        self.encode_s = self._histogram("encode_seconds", "Encoding of a frame", _SHORT_S)
+        self.encode_s = self._histogram(
+            "encode_seconds", "Encoding of a frame", _SHORT_S, ("codec",)
+        )
+        self.send_s = self._histogram(
+            "send_seconds", "From an encoded frame to its last RTP packet", _SHORT_S
+        )
         self.ring_wait_s = self._histogram("ring_wait_seconds", "Wait for free slots", _COST_S)
         self.latch_age_s = self._histogram(
             "latch_age_seconds", "Age of the newest action when latched", _SHORT_S
@@ -53,6 +58,13 @@ class Metrics:
         )
         self.frames_made = self._counter("frames_made", "Frames of the worker")
         self.frames_shown = self._counter("frames_shown", "Frames that players reported as shown")
+        self.frames_encoded = self._counter("frames_encoded", "Frames encoded", ("codec",))
+        self.frames_sent = self._counter(
+            "frames_sent", "New frames that went to a viewer or the recording", ("transport",)
+        )
+        self.frames_dropped = self._counter(
+            "frames_dropped", "Frames that a viewer or the recording did not get", ("transport",)
+        )
         self.frames_stale = self._counter("frames_stale", "Frames of older epochs, never sent")
         self.drops = self._counter("drops", "Things given up at a bound", ("where",))
         self.messages_in = self._counter("messages_in", "Messages of browsers", ("type",))
@@ -60,7 +72,7 @@ class Metrics:
         self.errors = self._counter("errors", "Errors told to clients", ("code",))
         self.epochs = self._counter("epoch_changes", "Resets")
         self.sessions_ended = self._counter("sessions_ended", "Ended sessions", ("reason",))
-        self.keyframes = self._counter("keyframe_requests", "Wishes for a keyframe", ("cause",))
+        self.keyframes = self._counter("keyframes", "Keyframes made", ("cause",))
         self.fallbacks = self._counter("transports_chosen", "Transports chosen", ("transport",))
         self.reconnects = self._counter("reconnects", "Players that came back")
         self.worker_restarts = self._counter("worker_restarts", "Workers started again")
@@ -68,6 +80,12 @@ class Metrics:
         self.sessions = self._gauge("sessions", "Sessions", ("state",))
         self.viewers = self._gauge("viewers", "Open sockets with a session")
         self.queue_length = self._gauge("queue_length", "Waiting visitors")
+        self.playout_left_s = self._gauge(
+            "playout_left_seconds", "Frames that wait for their time, least of all sessions"
+        )
+        self.bitrate_bps = self._gauge("bitrate_bps", "Aim of the encoders, least of all sessions")
+        self.remb_bps = self._gauge("remb_bps", "Least estimate of a WebRTC receiver; 0: none")
+        self.rtt_s = self._gauge("rtt_seconds", "Longest round trip to a WebRTC receiver; 0: none")
         self.ring_frames = self._gauge("ring_frames", "Taken slots of the frame ring")
 
     def text(self) -> bytes:

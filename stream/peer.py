@@ -1,12 +1,14 @@
 """One WebRTC connection to one viewer: an offer is answered, encoded video goes out.
 
-Owns the peer connection, its checks and its end. Invariants: an answer comes within `ANSWER_S` or
-not at all; whatever fails, `close` frees all of it, and may be called twice.
+Owns the peer connection, its checks, its data channel for actions and its end. Invariants: an
+answer comes within `ANSWER_S` or not at all; whatever fails, `close` frees all of it, and may be
+called twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +16,7 @@ from typing import Literal
 import structlog
 from aiortc import (
     RTCConfiguration,
+    RTCDataChannel,
     RTCIceServer,
     RTCPeerConnection,
     RTCRtpSender,
@@ -25,6 +28,8 @@ from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription, candidate_from_sdp
 
 from stream import aiortc_access
+from stream.rate_control import Feed
+from stream.send_watch import SendWatch
 from stream.video_encoder import Codec
 from stream.video_track import VideoTrack
 
@@ -33,6 +38,8 @@ CONNECT_S = 10.0
 CLOSE_S = 2.0
 SDP_LIMIT = 32 * 1024
 CANDIDATE_LIMIT = 40
+ACT_LABEL = "act"
+"""Of the one data channel that a browser may open."""
 MIME_TYPES: dict[str, Codec] = {"video/h264": Codec.H264, "video/vp8": Codec.VP8}
 H264_PROFILES = ("42e01f", "42001f")
 """In order of preference; Baseline as the encoder makes it."""
@@ -68,8 +75,6 @@ class IceSettings:
     """Local addresses to use; None for those of all interfaces and 127.0.0.1."""
     udp_ports: tuple[int, int] | None = None
     """First and last; None for any."""
-    playout_ms: tuple[int, int] = (0, 0)
-    """Shortest and longest time that browsers may hold a picture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,35 +85,61 @@ class Answer:
     codec: Codec
 
 
+class PeerEvents:
+    """What a connection tells; every method is called on the loop and returns at once."""
+
+    def on_started(self) -> None:
+        """Media flow and the first picture is wanted."""
+
+    def on_keyframe(self, peer: Peer) -> None:
+        """The browser lost pictures and needs a keyframe."""
+
+    def on_origin(self, origin: int) -> None:
+        """Once: RTP timestamp less `pts90`, modulo 2**32."""
+
+    def on_state(self, state: str) -> None:
+        """The state became "connected", "failed" or "closed", each at most once."""
+
+    def on_act(self, text: str | bytes) -> None:
+        """A message came over the data channel."""
+
+    def on_sent(self, send_ms: float) -> None:
+        """The last packet of a picture left, so long after it was delivered."""
+
+
 class Peer:
     """A connection that sends one video track.
 
     Args:
         settings: addresses, servers, ports.
-        on_started: media flow and the first picture is wanted.
-        on_keyframe: the browser lost pictures and asks for a keyframe.
-        on_origin: called once, with RTP timestamp less `pts90`, modulo 2**32.
-        on_state: "connected", "failed" or "closed", each at most once.
+        feed: of the viewer.
+        events: is told what happens.
+        playout_ms: shortest and longest time that the browser may hold a picture.
+        clock_s: monotonic.
     """
 
     def __init__(
         self,
         settings: IceSettings,
+        feed: Feed,
+        events: PeerEvents,
         *,
-        on_started: Callable[[], None],
-        on_keyframe: Callable[[], None],
-        on_origin: Callable[[int], None],
-        on_state: Callable[[str], None],
+        playout_ms: tuple[int, int] = (0, 0),
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.track = VideoTrack(Codec.H264, on_started=on_started, on_sent=self._handle_sent)
+        self.track = VideoTrack(
+            Codec.H264, feed, on_started=events.on_started, on_sent=self._handle_sent
+        )
+        self.watch = SendWatch()
         self._settings = settings
-        self._on_keyframe = on_keyframe
-        self._on_origin = on_origin
-        self._on_state = on_state
+        self._events = events
+        self._playout_ms = playout_ms
+        self._clock_s = clock_s
         self._has_origin = False
+        self._channel: RTCDataChannel | None = None
         self._candidate_count = 0
         self._state = "new"
-        self._watch: asyncio.TimerHandle | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
         self._pc = RTCPeerConnection(
             RTCConfiguration(
                 iceServers=[
@@ -121,6 +152,8 @@ class Peer:
             )
         )
         self._pc.on("connectionstatechange", self._handle_state)
+        self._pc.on("datachannel", self._handle_channel)
+        self.track.on("ended", self._handle_ended)
         self._sender: RTCRtpSender | None = None
 
     @property
@@ -129,7 +162,7 @@ class Peer:
         return self._state
 
     async def answer(self, offer_sdp: str, codecs: Sequence[Codec]) -> Answer:
-        """Answer an offer with one video section.
+        """Answer an offer with one video section, and at most one for data.
 
         Args:
             offer_sdp: from the browser, candidates included or to follow.
@@ -144,17 +177,21 @@ class Peer:
         aiortc_access.bind_candidates(
             transceiver, hosts=self._settings.hosts, ports=self._settings.udp_ports
         )
-        aiortc_access.on_keyframe_request(transceiver.sender, self._on_keyframe)
+        aiortc_access.on_keyframe_request(
+            transceiver.sender, lambda: self._events.on_keyframe(self)
+        )
+        aiortc_access.on_feedback(transceiver.sender, self._handle_feedback)
         _prefer(transceiver, codecs)
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self._pc.setRemoteDescription(
                     RTCSessionDescription(sdp=_without_names(offer_sdp), type="offer")
                 )
-                min_ms, max_ms = self._settings.playout_ms
+                min_ms, max_ms = self._playout_ms
+                video = next(media for media in offer.media if media.kind == "video")
                 aiortc_access.set_playout_delay(
                     transceiver,
-                    offer.media[0].rtp.headerExtensions,
+                    video.rtp.headerExtensions,
                     min_ms=min_ms,
                     max_ms=max_ms,
                 )
@@ -176,12 +213,15 @@ class Peer:
         ) as error:
             raise OfferError("BAD_MESSAGE", repr(error)) from error
         answer_sdp = self._pc.localDescription.sdp
-        negotiated = SessionDescription.parse(answer_sdp).media[0].rtp.codecs
+        media = SessionDescription.parse(answer_sdp).media
+        if not any(each.ice_candidates for each in media):
+            raise OfferError("RTC_FAILED", "no local address or port is free")
+        negotiated = next(each for each in media if each.kind == "video").rtp.codecs
         codec = MIME_TYPES.get(negotiated[0].mimeType.lower()) if negotiated else None
         if codec is None or codec not in codecs:
             raise OfferError("RTC_CODEC", f"negotiated {negotiated[:1]}")
         self.track.codec = codec
-        self._watch = asyncio.get_running_loop().call_later(CONNECT_S, self._give_up)
+        self._watchdog = asyncio.get_running_loop().call_later(CONNECT_S, self._give_up)
         return Answer(sdp=answer_sdp, codec=codec)
 
     async def add_candidate(self, candidate: str, mid: str | None, mline: int | None) -> None:
@@ -205,8 +245,8 @@ class Peer:
 
     async def close(self) -> None:
         """End the connection; waits at most `CLOSE_S`."""
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         self.track.stop()
         try:
             async with asyncio.timeout(CLOSE_S):
@@ -215,18 +255,41 @@ class Peer:
             structlog.get_logger().warning("peer_close_slow", limit_s=CLOSE_S)
         self._enter("closed")
 
-    def _handle_sent(self, pts90: int) -> None:
+    def _handle_sent(self, pts90: int, send_ms: float) -> None:
+        self.watch.sent()
+        self._events.on_sent(send_ms)
         if self._has_origin or self._sender is None:
             return
         rtp_time = aiortc_access.rtp_timestamp(self._sender)
         self._has_origin = True
         if rtp_time is not None:
-            self._on_origin((rtp_time - pts90) % 2**32)
+            self._events.on_origin((rtp_time - pts90) % 2**32)
+
+    def _handle_feedback(self, feedback: aiortc_access.Feedback) -> None:
+        link = self.track.feed.link
+        if feedback.remb_bps is not None:
+            link.note_estimate(feedback.remb_bps, self._clock_s())
+        if feedback.rtt_s is not None:
+            link.rtt_s = feedback.rtt_s
+        if feedback.is_beyond_repair:
+            self._events.on_keyframe(self)
+
+    def _handle_channel(self, channel: RTCDataChannel) -> None:
+        if channel.label != ACT_LABEL or self._channel is not None:
+            channel.close()
+            return
+        self._channel = channel
+        channel.on("message", self._events.on_act)
+
+    def _handle_ended(self) -> None:
+        """The browser ended the connection, or aiortc's sender gave up."""
+        if self._state == "connected":
+            self._enter("closed")
 
     def _handle_state(self) -> None:
         state = self._pc.connectionState
-        if state == "connected" and self._watch is not None:
-            self._watch.cancel()
+        if state == "connected" and self._watchdog is not None:
+            self._watchdog.cancel()
         if state in ("connected", "failed", "closed"):
             self._enter(state)
 
@@ -238,7 +301,7 @@ class Peer:
         if state == self._state or self._state == "closed":
             return
         self._state = state
-        self._on_state(state)
+        self._events.on_state(state)
 
 
 def _checked(offer_sdp: str) -> SessionDescription:
@@ -252,9 +315,11 @@ def _checked(offer_sdp: str) -> SessionDescription:
     except Exception as error:
         raise OfferError("BAD_MESSAGE", repr(error)) from error
     kinds = [media.kind for media in offer.media]
-    if kinds != ["video"]:
-        raise OfferError("BAD_MESSAGE", f"media sections {kinds}; expected one of video")
-    if not (offer.media[0].dtls and offer.media[0].dtls.fingerprints):
+    if sorted(kinds) not in (["video"], ["application", "video"]):
+        raise OfferError(
+            "BAD_MESSAGE", f"media sections {kinds}; expected one of video, at most one of data"
+        )
+    if not all(media.dtls and media.dtls.fingerprints for media in offer.media):
         raise OfferError("BAD_MESSAGE", "no fingerprint")
     return offer
 

@@ -1,8 +1,8 @@
 """Recording of what a session showed, from the pictures that were encoded for its viewers.
 
 Owns the file while it grows (MPEG-TS: playable wherever it ends) and its copy into MP4, which costs
-no encoding. Invariants: each shown frame is in it, at the time it was shown; a stall or pause
-longer than `PAUSE_S` is shortened to about that; `finish` may be called twice.
+no encoding. Invariants: each frame that was encoded is in it, at the time it was shown; a stall or
+pause longer than `PAUSE_S` is shortened to about that; `finish` may be called twice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from stream.pacing import PTS_HZ
+from stream.rate_control import Feed
 from stream.video_encoder import TIME_BASE, Codec, EncodedFrame, KeyGate
 
 PAUSE_S = 0.25
@@ -36,13 +37,14 @@ class Recording:
     """
 
     codec = Codec.H264
-    has_room = True
+    transport = "recording"
 
     def __init__(self, path: Path, *, width_px: int, height_px: int, fps: float) -> None:
         import av
 
         path.write_bytes(b"")  # PyAV would report trouble with the first picture only
         self.path = path
+        self.feed = Feed(role="recording")
         self.gate = KeyGate()
         self.sent_count = 0
         self.dropped_count = 0
@@ -55,6 +57,11 @@ class Recording:
         self._stream: Any = self._container.add_mux_stream(
             "h264", rate=round(fps), width=width_px, height=height_px
         )
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the file still grows."""
+        return self._container is not None
 
     def deliver(self, frame: EncodedFrame) -> bool:
         """Write one picture; says whether it was written."""

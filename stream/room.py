@@ -71,7 +71,9 @@ class Room:
     def __init__(self, session: Session, around: Surroundings) -> None:
         self.session = session
         self.viewers: dict[str, Viewer] = {}
-        self.transports = Transports(self.viewers, around, self._presented)
+        self.transports = Transports(
+            self.viewers, around, self._presented, on_act=self.handle, on_failed=self.fail
+        )
         self.seat: Seat | None = None
         self._around = around
         self._input = SessionInput()

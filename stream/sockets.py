@@ -95,16 +95,22 @@ class Socket:
         event = await self._websocket.receive()
         if event["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(event.get("code", 1006))
-        text = event.get("text")
-        size = len(text if text is not None else event.get("bytes") or b"")
+        return self.judge(event.get("text") or event.get("bytes") or "")
+
+    def judge(self, message: str | bytes) -> ClientMessage | None:
+        """Read a message of this client, whichever way it came; None for one of unknown type.
+
+        Raises:
+            ProtocolError: the message was refused; the client was told already.
+        """
         now_s = time.monotonic()
-        if not (self._messages.take(now_s) and self._bytes.take(now_s, size)):
+        if not (self._messages.take(now_s) and self._bytes.take(now_s, len(message))):
             self._flooded(now_s)
             raise ProtocolError(ErrorCode.RATE_LIMIT)
         try:
-            if text is None:
+            if isinstance(message, bytes):
                 raise ProtocolError(ErrorCode.BAD_MESSAGE, "binary")
-            return parse_client(text)
+            return parse_client(message)
         except ProtocolError as error:
             self.refuse(error)
             raise

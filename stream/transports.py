@@ -1,7 +1,7 @@
 """Transports of one session: its media, and the way to each of its viewers.
 
-Owns the media, offers under way, the choice between WebRTC and WebSocket video. Invariant: whatever
-a viewer had is freed when it leaves or the session ends.
+Owns the media, offers under way, the choice between WebRTC and WebSocket video, actions that come
+over a data channel. Invariant: whatever a viewer had is freed when it leaves or the session ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from stream.error_codes import ErrorCode, ProtocolError
 from stream.media import Media
 from stream.media_events import MediaEvents, MediaStats
 from stream.peer import OfferError
-from stream.video_encoder import Codec
-from stream.viewer import Surroundings, Viewer
+from stream.rate_control import Role
+from stream.video_encoder import Codec, KeyCause
+from stream.viewer import RTC_CODECS, Surroundings, Viewer
+
+ACT_LIMIT = 4 * 1024
+"""Characters of a message over the data channel."""
+RENEGOTIATE = "RENEGOTIATE"
+"""Code of the warning that asks a page for a new offer."""
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +39,8 @@ class Transports(MediaEvents):
         viewers: of the session, by id; changed by its owner.
         around: what sessions share.
         on_presented: playback of a chunk begins; with the newest action that it shows.
+        on_act: a viewer's action came over its data channel; may raise ProtocolError.
+        on_failed: no frame can be sent any more.
     """
 
     def __init__(
@@ -40,11 +48,16 @@ class Transports(MediaEvents):
         viewers: Mapping[str, Viewer],
         around: Surroundings,
         on_presented: Callable[[int], None],
+        *,
+        on_act: Callable[[Viewer, client.Act], None],
+        on_failed: Callable[[ErrorCode], None],
     ) -> None:
         self.media: Media | None = None
         self._viewers = viewers
         self._around = around
         self._on_presented = on_presented
+        self._on_act = on_act
+        self._on_failed = on_failed
         self._tasks: set[asyncio.Task[None]] = set()
         self._overflow_seen = 0
 
@@ -68,25 +81,26 @@ class Transports(MediaEvents):
         if viewer.negotiation is not None:
             viewer.negotiation.cancel()
         if self.media is not None:
-            self.media.remove(viewer.id)
+            self.media.audience.remove(viewer.id)
 
     async def close(self) -> None:
         """Free everything."""
         for task in tuple(self._tasks):
             task.cancel()
+        # Connections that were half made close with the media.
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.media is not None:
             await self.media.close()
 
     def acknowledge(self, viewer: Viewer, frame_id: int) -> None:
         """A frame was drawn or dropped."""
         if self.media is not None:
-            self.media.acknowledge(viewer.id, frame_id)
+            self.media.audience.acknowledge(viewer.id, frame_id)
 
     def want_keyframe(self, viewer: Viewer) -> None:
         """Let a viewer have a keyframe soon."""
         if self.media is not None and viewer.keyframes.take(time.monotonic()):
-            self._around.metrics.keyframes.labels(cause="client").inc()
-            self.media.request_keyframe(viewer.id)
+            self.media.audience.request_keyframe(viewer.id)
 
     def stats(self) -> MediaStats | None:
         """Figures of now; what was dropped since the last call is counted."""
@@ -100,7 +114,7 @@ class Transports(MediaEvents):
 
     def dropped_count(self, viewer: Viewer) -> int:
         """Frames that this viewer did not get."""
-        return 0 if self.media is None else self.media.dropped_count(viewer.id)
+        return 0 if self.media is None else self.media.audience.dropped_count(viewer.id)
 
     def offer(self, viewer: Viewer, offer: client.RtcOffer) -> None:
         """Answer an offer in the background.
@@ -120,7 +134,13 @@ class Transports(MediaEvents):
 
     async def _answer(self, media: Media, viewer: Viewer, offer: client.RtcOffer) -> None:
         try:
-            answer = await media.add_webrtc(viewer.id, offer.gen, offer.sdp)
+            answer = await media.audience.add_webrtc(
+                viewer.id,
+                offer.gen,
+                offer.sdp,
+                codecs=viewer.rtc_codecs,
+                role=_role(viewer),
+            )
         except OfferError as error:
             log.info("offer_refused", code=error.code, detail=error.detail)
             viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
@@ -139,16 +159,23 @@ class Transports(MediaEvents):
         if viewer.negotiation is not None:
             await asyncio.wait((viewer.negotiation,))
         try:
-            await media.add_candidate(
+            await media.audience.add_candidate(
                 viewer.id, message.gen, message.candidate, message.mid, message.mline
             )
         except OfferError as error:
             viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
 
     def choose(self, viewer: Viewer, message: client.Media) -> None:
-        """Change a viewer's transport."""
+        """Change a viewer's transport.
+
+        Raises:
+            ProtocolError: RTC_CODEC.
+        """
         if message.transport == "webrtc":
             viewer.ws_codec = None
+            if message.codec == "jpeg":
+                raise ProtocolError(ErrorCode.RTC_CODEC, "jpeg")
+            viewer.rtc_codecs = (Codec(message.codec),) if message.codec else RTC_CODECS
             return  # an offer follows; what the viewer has now goes on until it stands
         viewer.ws_codec = Codec(message.codec or "jpeg")
         if self.media is not None:
@@ -158,12 +185,15 @@ class Transports(MediaEvents):
         assert self.media is not None
         drops = self._around.metrics.drops.labels(where="socket")
 
-        def send(frame: bytes) -> None:
-            if not viewer.socket.send_video(frame):
-                drops.inc()
+        def send(frame: bytes) -> bool:
+            is_sent = viewer.socket.send_video(frame)
+            drops.inc(not is_sent)
+            return is_sent
 
+        if viewer.negotiation is not None:
+            viewer.negotiation.cancel()  # its connection would take the frames over
         self._chose(viewer, f"ws-{codec}")
-        self.media.add_ws(viewer.id, codec, send)
+        self.media.audience.add_ws(viewer.id, codec, send, role=_role(viewer))
 
     def _chose(self, viewer: Viewer, transport: str) -> None:
         viewer.transport = transport
@@ -192,15 +222,63 @@ class Transports(MediaEvents):
         elif state == "failed":
             viewer.socket.send(server.err(ErrorCode.RTC_FAILED))
 
-    def on_encoded(self, codec: Codec, encode_ms: float, size_bytes: int) -> None:
+    def on_act(self, viewer_id: str, text: str | bytes) -> None:
+        """Take an action like one that comes over the socket."""
+        viewer, metrics = self._viewers.get(viewer_id), self._around.metrics
+        if viewer is None:
+            return
+        try:
+            if len(text) > ACT_LIMIT:
+                raise ProtocolError(ErrorCode.TOO_LARGE, f"{len(text)} on the data channel")
+            message = viewer.socket.judge(text)
+            if not isinstance(message, client.Act):
+                raise ProtocolError(ErrorCode.BAD_MESSAGE, "no action")
+            metrics.messages_in.labels(type="act.channel").inc()
+            self._on_act(viewer, message)
+        except ProtocolError as error:
+            metrics.messages_bad.labels(why=str(error.code)).inc()
+            log.info("act_refused", code=str(error.code), detail=error.detail)
+
+    def on_stalled(self, viewer_id: str, gen: int) -> None:
+        """Ask the page for a new connection."""
+        viewer = self._viewers.get(viewer_id)
+        if viewer is not None:
+            text = "No picture could be sent; a new connection is needed."
+            viewer.socket.send(server.Warn(code=RENEGOTIATE, msg=text))
+
+    def on_encoded(
+        self, codec: Codec, encode_ms: float, size_bytes: int, key_cause: KeyCause | None
+    ) -> None:
         """Count the cost of a picture."""
-        self._around.metrics.encode_s.observe(encode_ms / 1e3)
+        metrics = self._around.metrics
+        metrics.encode_s.labels(codec=str(codec)).observe(encode_ms / 1e3)
+        metrics.frames_encoded.labels(codec=str(codec)).inc()
+        if key_cause is not None:
+            metrics.keyframes.labels(cause=str(key_cause)).inc()
+
+    def on_delivered(self, transport: str, is_sent: bool) -> None:
+        """Count a frame for one viewer."""
+        metrics = self._around.metrics
+        counter = metrics.frames_sent if is_sent else metrics.frames_dropped
+        counter.labels(transport=transport).inc()
+
+    def on_sent(self, send_ms: float) -> None:
+        """Count how long a picture took to its last packet."""
+        self._around.metrics.send_s.observe(send_ms / 1e3)
+
+    def on_failed(self) -> None:
+        """End the session: frames would pile up unseen."""
+        self._on_failed(ErrorCode.INTERNAL)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _role(viewer: Viewer) -> Role:
+    return "player" if viewer.is_player else "spectator"
 
 
 def _chunk(notice: ChunkNotice, viewer: Viewer) -> server.Chunk:

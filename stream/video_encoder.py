@@ -33,6 +33,23 @@ class Codec(StrEnum):
     JPEG = "jpeg"
 
 
+class KeyCause(StrEnum):
+    """Why a keyframe was made."""
+
+    JOIN = "join"
+    PLI = "pli"
+    """A WebRTC receiver lost pictures."""
+    CLIENT = "client"
+    """A page asked."""
+    RESET = "reset"
+    GAP = "gap"
+    """A viewer had no room for a picture before."""
+    RECORDING = "recording"
+    WATCHDOG = "watchdog"
+    REBUILD = "rebuild"
+    """The encoder began anew."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedFrame:
     """One picture, ready to send."""

@@ -7,12 +7,14 @@ picture comes before a keyframe, and none before the connection asks for the fir
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
 from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
 from av.packet import Packet
 
+from stream.rate_control import Feed
 from stream.video_encoder import TIME_BASE, Codec, EncodedFrame, KeyGate
 
 QUEUE_FRAMES = 2
@@ -23,26 +25,35 @@ class VideoTrack(MediaStreamTrack):
 
     Args:
         codec: what the peers agreed on.
+        feed: of the viewer.
         on_started: the connection stands and asks for its first picture.
-        on_sent: called with the `pts90` of a picture after its last RTP packet was sent.
+        on_sent: called after the last RTP packet of a picture was sent, with its `pts90` and the
+            milliseconds since it was delivered.
     """
 
     kind = "video"
+    transport = "webrtc"
 
     def __init__(
-        self, codec: Codec, *, on_started: Callable[[], None], on_sent: Callable[[int], None]
+        self,
+        codec: Codec,
+        feed: Feed,
+        *,
+        on_started: Callable[[], None],
+        on_sent: Callable[[int, float], None],
     ) -> None:
         super().__init__()
         self.codec = codec
+        self.feed = feed
         self.gate = KeyGate()
         self.sent_count = 0
         self.dropped_count = 0
         self._on_started = on_started
         self._on_sent = on_sent
-        self._queue: deque[EncodedFrame] = deque()
+        self._queue: deque[tuple[EncodedFrame, float]] = deque()
         self._is_filled = asyncio.Event()
         self._is_started = False
-        self._handed_pts90: int | None = None
+        self._handed: tuple[int, float] | None = None
 
     @property
     def has_room(self) -> bool:
@@ -53,14 +64,14 @@ class VideoTrack(MediaStreamTrack):
         """Queue a picture that the viewer can decode; says whether it was queued."""
         if not self._is_started or not self.gate.passes(frame):
             return False
-        self._queue.append(frame)
+        self._queue.append((frame, time.perf_counter()))
         self._is_filled.set()
         self.sent_count += 1
         return True
 
     def discard_before(self, epoch: int) -> None:
         """Drop what waits from older epochs."""
-        kept = [frame for frame in self._queue if frame.epoch >= epoch]
+        kept = [each for each in self._queue if each[0].epoch >= epoch]
         if len(kept) != len(self._queue):
             self._queue = deque(kept)
             self.gate.miss()
@@ -71,9 +82,10 @@ class VideoTrack(MediaStreamTrack):
         Raises:
             MediaStreamError: after `stop`.
         """
-        if self._handed_pts90 is not None:
-            self._on_sent(self._handed_pts90)
-            self._handed_pts90 = None
+        if self._handed is not None:
+            pts90, delivered_s = self._handed
+            self._handed = None
+            self._on_sent(pts90, (time.perf_counter() - delivered_s) * 1e3)
         if not self._is_started:
             self._is_started = True
             self._on_started()
@@ -82,10 +94,10 @@ class VideoTrack(MediaStreamTrack):
                 raise MediaStreamError
             self._is_filled.clear()
             await self._is_filled.wait()
-        frame = self._queue.popleft()
+        frame, delivered_s = self._queue.popleft()
         packet = Packet(frame.data)
         packet.pts, packet.time_base = frame.pts90, TIME_BASE
-        self._handed_pts90 = frame.pts90
+        self._handed = (frame.pts90, delivered_s)
         return packet
 
     def stop(self) -> None:

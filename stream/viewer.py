@@ -21,6 +21,8 @@ from stream.video_encoder import Codec
 from stream.worker_messages import StartFrom
 
 OFFER_EVERY_S = 2.0
+RTC_CODECS = (Codec.H264, Codec.VP8)
+"""The best first."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -32,6 +34,8 @@ class Viewer:
     socket: Socket
     ws_codec: Codec | None = None
     """Chosen WebSocket video, to begin as soon as there is media."""
+    rtc_codecs: tuple[Codec, ...] = RTC_CODECS
+    """Allowed in the answer to the next offer."""
     transport: str = "none"
     negotiation: asyncio.Task[None] | None = None
     offers: TokenBucket = field(

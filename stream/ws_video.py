@@ -11,6 +11,7 @@ import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from stream.rate_control import Feed
 from stream.video_encoder import Codec, EncodedFrame, KeyGate
 
 HEADER = struct.Struct("<BBBBIIIdHHI")
@@ -52,20 +53,25 @@ class WsVideo:
 
     Args:
         codec: of all its frames.
-        send: takes one binary message and returns at once; sending is its business.
+        feed: of the viewer.
+        send: takes one binary message, returns at once, and says whether it will go out.
         period_s: time between frames.
         clock_s: monotonic.
     """
 
+    transport = "ws"
+
     def __init__(
         self,
         codec: Codec,
-        send: Callable[[bytes], None],
+        feed: Feed,
+        send: Callable[[bytes], bool],
         *,
         period_s: float,
         clock_s: Callable[[], float],
     ) -> None:
         self.codec = codec
+        self.feed = feed
         self.gate = KeyGate()
         self.sent_count = 0
         self.dropped_count = 0
@@ -77,11 +83,14 @@ class WsVideo:
 
     @property
     def window_frames(self) -> int:
-        """Frames that may be under way: two, and what fits in the shortest recent round trip."""
+        """Frames that may be under way: what fits in the shortest recent round trip, and one more.
+
+        Each frame of the window is one that a reader who stalls gets late.
+        """
         if not self._delays_s:
             return WINDOW_FRAMES
         in_flight = math.ceil(min(self._delays_s) / self._period_s)
-        return min(WINDOW_FRAMES + in_flight, WINDOW_LIMIT_FRAMES)
+        return min(max(WINDOW_FRAMES, 1 + in_flight), WINDOW_LIMIT_FRAMES)
 
     @property
     def has_room(self) -> bool:
@@ -94,8 +103,11 @@ class WsVideo:
             return False
         self._unacknowledged[frame.frame_id] = self._clock_s()
         self._unacknowledged.move_to_end(frame.frame_id)
+        if not self._send(pack_frame(frame)):
+            self._unacknowledged.pop(frame.frame_id, None)
+            self.gate.miss()
+            return False
         self.sent_count += 1
-        self._send(pack_frame(frame))
         return True
 
     def acknowledge(self, frame_id: int) -> None:

@@ -9,7 +9,8 @@ from aiortc.rtp import RtpPacket, unpack_header_extensions
 from aiortc.sdp import SessionDescription
 
 from stream import aiortc_access
-from stream.peer import CANDIDATE_LIMIT, SDP_LIMIT, IceSettings, OfferError, Peer
+from stream.peer import CANDIDATE_LIMIT, SDP_LIMIT, IceSettings, OfferError, Peer, PeerEvents
+from stream.rate_control import Feed
 from stream.video_encoder import Codec, EncodedFrame, VideoEncoder
 
 pytestmark = pytest.mark.cpu
@@ -54,20 +55,34 @@ class Browser:
         self._reader = asyncio.ensure_future(read())
 
 
-class Server:
+class Server(PeerEvents):
     """A peer of ours, what it told, and an encoder to feed it."""
 
-    def __init__(self, **settings):
-        self.states, self.origins = [], []
+    def __init__(self, playout_ms=(0, 0), hosts=HOSTS, **settings):
+        self.states, self.origins, self.acts = [], [], []
         self.keyframe, self.started = asyncio.Event(), asyncio.Event()
         self.peer = Peer(
-            IceSettings(hosts=HOSTS, **settings),
-            on_started=self.started.set,
-            on_keyframe=self.keyframe.set,
-            on_origin=self.origins.append,
-            on_state=self.states.append,
+            IceSettings(hosts=hosts, **settings),
+            Feed(role="player"),
+            self,
+            playout_ms=playout_ms,
         )
         self._encoder = None
+
+    def on_started(self):
+        self.started.set()
+
+    def on_keyframe(self, peer):
+        self.keyframe.set()
+
+    def on_origin(self, origin):
+        self.origins.append(origin)
+
+    def on_state(self, state):
+        self.states.append(state)
+
+    def on_act(self, text):
+        self.acts.append(text)
 
     def send(self, index):
         codec = self.peer.track.codec

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from aiortc.mediastreams import MediaStreamError
 
+from stream.rate_control import Feed
 from stream.video_encoder import Codec, EncodedFrame
 from stream.video_track import QUEUE_FRAMES, VideoTrack
 
@@ -28,8 +29,12 @@ def frame(frame_id, *, is_key=False, epoch=0):
 
 async def started_track(sent=None):
     """A track whose sender already waits for the first picture."""
+    told = sent if sent is not None else []
     track = VideoTrack(
-        Codec.H264, on_started=lambda: None, on_sent=(sent if sent is not None else []).append
+        Codec.H264,
+        Feed(role="player"),
+        on_started=lambda: None,
+        on_sent=lambda pts90, send_ms: told.append(pts90),
     )
     first = asyncio.ensure_future(track.recv())
     await asyncio.sleep(0)
@@ -40,7 +45,10 @@ def test_nothing_is_taken_before_the_connection_asks():
     async def check():
         started = []
         track = VideoTrack(
-            Codec.H264, on_started=lambda: started.append(1), on_sent=lambda pts90: None
+            Codec.H264,
+            Feed(role="player"),
+            on_started=lambda: started.append(1),
+            on_sent=lambda pts90, send_ms: None,
         )
         assert not track.has_room
         assert not track.deliver(frame(1, is_key=True))

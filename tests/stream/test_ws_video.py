@@ -4,6 +4,7 @@ import struct
 
 import pytest
 
+from stream.rate_control import Feed
 from stream.video_encoder import Codec, EncodedFrame
 from stream.ws_video import WsVideo, pack_frame
 
@@ -34,7 +35,19 @@ class Client:
     def __init__(self, codec=Codec.H264):
         self.now_s = 0.0
         self.got = []
-        self.video = WsVideo(codec, self.got.append, period_s=PERIOD_S, clock_s=lambda: self.now_s)
+        self.takes = True
+        self.video = WsVideo(
+            codec,
+            Feed(role="player"),
+            self._take,
+            period_s=PERIOD_S,
+            clock_s=lambda: self.now_s,
+        )
+
+    def _take(self, data):
+        if self.takes:
+            self.got.append(data)
+        return self.takes
 
     @property
     def ids(self):
@@ -108,16 +121,35 @@ def test_window_grows_with_the_shortest_round_trip_up_to_eight():
     client.video.deliver(frame(1, is_key=True))
     client.now_s = 2.5 * PERIOD_S
     client.video.acknowledge(1)
-    assert client.video.window_frames == 2 + 3
+    assert client.video.window_frames == 1 + 3
     client.video.deliver(frame(2))
     client.now_s += 100.0
     client.video.acknowledge(2)
-    assert client.video.window_frames == 2 + 3
+    assert client.video.window_frames == 1 + 3
     slow = Client()
     slow.video.deliver(frame(1, is_key=True))
     slow.now_s = 100.0
     slow.video.acknowledge(1)
     assert slow.video.window_frames == 8
+
+
+def test_short_round_trip_leaves_the_window_at_two():
+    client = Client()
+    client.video.deliver(frame(1, is_key=True))
+    client.now_s = PERIOD_S / 10
+    client.video.acknowledge(1)
+    assert client.video.window_frames == 2
+
+
+def test_frame_that_the_socket_does_not_take_is_a_gap():
+    client = Client()
+    client.video.deliver(frame(1, is_key=True))
+    client.takes = False
+    assert not client.video.deliver(frame(2))
+    client.takes = True
+    assert not client.video.deliver(frame(3))
+    assert client.video.deliver(frame(4, is_key=True))
+    assert client.ids == [1, 4]
 
 
 def test_repeated_frame_counts_once():
