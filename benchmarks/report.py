@@ -1,8 +1,8 @@
 """The measured sections of both READMEs, made from records: ``python -m benchmarks.report``.
 
 Owns which figures stand there and how they are rounded. Invariants: every number comes from
-`benchmarks/engine.jsonl` or `miniworld/figures.json`; what has no record has no row; a test holds
-README.md and the model card against what this makes.
+`benchmarks/live.jsonl`, `benchmarks/engine.jsonl` or `miniworld/figures.json`; what has no record
+has no row; a test holds README.md and the model card against what this makes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from miniworld.evaluation.figures import Figure
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 MODEL_CARD = ROOT / "miniworld" / "README.md"
+LIVE_RECORDS = ROOT / "benchmarks" / "live.jsonl"
 SPEED_RECORDS = ROOT / "benchmarks" / "engine.jsonl"
 QUALITY_RECORD = ROOT / "miniworld" / "figures.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -39,11 +40,35 @@ QUALITY_ROWS: tuple[tuple[str, str, str], ...] = (
 """(item, figure, words for it)."""
 _KEY = ("preset", "weights", "geometry", "dtype", "compile_blocks", "gpu", "cpu", "threads")
 """Records that agree in these tell of the same thing; the last one counts."""
+_LIVE_KEY = ("preset", "transport", "cpu", "cpu_count")
+"""The same for records of the live service."""
+LIVE_TARGETS = {
+    "fps_window_min": (20.0, "at least"),
+    "p50_ms": (800.0, "at most"),
+    "p95_ms": (1_200.0, "at most"),
+    "connect_s": (2.0, "at most"),
+    "page_s": (5.0, "at most"),
+}
+PART_WORDS = (
+    (("input", "uplink"), "to the server"),
+    (("wait_for_chunk",), "waiting for the chunk"),
+    (("generate",), "generating"),
+    (("decode_latent",), "decoding"),
+    (("queue_ahead",), "waiting for its turn"),
+    (("encode",), "encoding"),
+    (("transport",), "transport"),
+    (("decode_video", "display"), "display"),
+)
+"""Parts of the time from a key to the screen, and words for them."""
 
 
-def section(speed_records: Path = SPEED_RECORDS, quality_record: Path = QUALITY_RECORD) -> str:
+def section(
+    speed_records: Path = SPEED_RECORDS,
+    quality_record: Path = QUALITY_RECORD,
+    live_records: Path = LIVE_RECORDS,
+) -> str:
     """Return the section, markers left out."""
-    parts = [_speed(speed_records), _quality(quality_record)]
+    parts = [_live(live_records), _speed(speed_records), _quality(quality_record)]
     return "\n\n".join(part for part in parts if part) or "No records yet."
 
 
@@ -73,20 +98,85 @@ def filled(readme: str, body: str) -> str:
     return f"{before}{BEGIN}\n{body}\n{END}{after}"
 
 
-def _speed(path: Path) -> str:
-    """Table of the last record of each preset, size, device, dtype and way of running."""
-    if not path.exists():
+def _live(path: Path) -> str:
+    """Table of the last record of each preset, transport and machine, and the parts of one."""
+    records = _latest(path, _LIVE_KEY)
+    if not records:
         return ""
+    rows = [
+        "| live: page in Chromium on the machine of the service | frames/s shown (least in 10 s) "
+        "| key to screen, median / p95 | lag, last less first minute | connect / page to picture "
+        "| a further viewer | commit |",
+        "|---|---|---|---|---|---|---|",
+        *map(_live_row, records),
+        "",
+        _live_parts(records[0]),
+    ]
+    return "\n".join(rows)
+
+
+def _live_row(record: dict[str, Any]) -> str:
+    keys = record["key_to_screen_ms"]
+    growth_ms = record["key_to_screen_last_ms"]["p50"] - record["key_to_screen_first_ms"]["p50"]
+    watched = record.get("watched")
+    viewer = "" if watched is None else f"{watched['server_cores_per_viewer']:.2f} cores"
+    cells = (
+        f"`{record['preset']}`, {record['transport']}, {record['seconds']} s, {record['cpu']}, "
+        f"{record['cpu_count']} cores",
+        f"**{record['frames_per_second']:.1f}** "
+        f"({_held('fps_window_min', record['fps_window_min'], '.1f')})",
+        f"**{_held('p50_ms', keys['p50'], '.0f')}** / {_held('p95_ms', keys['p95'], '.0f')} ms",
+        f"{growth_ms:+.0f} ms",
+        f"{_held('connect_s', record['connect_s'], '.2f')} / "
+        f"{_held('page_s', record['page_to_first_frame_s'], '.2f')} s",
+        viewer,
+        record["commit"],
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _held(name: str, value: float, form: str) -> str:
+    """A figure, marked where it misses its target."""
+    limit, side = LIVE_TARGETS[name]
+    is_met = value >= limit if side == "at least" else value <= limit
+    return f"{value:{form}}" + ("" if is_met else f" (missed: {side} {limit:g})")
+
+
+def _live_parts(record: dict[str, Any]) -> str:
+    parts = [
+        f"{words} {sum(record['parts_ms'][name]['p50'] for name in names):.0f}"
+        for names, words in PART_WORDS
+    ]
+    cores = record["cores"]
+    return (
+        f"Medians of the parts, ms: {', '.join(parts)}. "
+        f"Encoding takes {record['encode_ms']:.1f} ms a frame; the service takes "
+        f"{cores['server']:.2f} cores, the model {cores['worker']:.2f}, the browser "
+        f"{cores['browser']:.2f}."
+    )
+
+
+def _latest(path: Path, key: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Last record of each thing; nothing without a file."""
+    if not path.exists():
+        return []
     latest: dict[tuple[object, ...], dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        key = tuple(record[name] for name in _KEY)
-        latest[key] = record
+        latest[tuple(record[name] for name in key)] = record
+    return list(latest.values())
+
+
+def _speed(path: Path) -> str:
+    """Table of the last record of each preset, size, device, dtype and way of running."""
+    records = _latest(path, _KEY)
+    if not records:
+        return ""
     rows = [
         "| speed: DiT and VAE, steady window | frames/s | ms a chunk, p20 / p50 / p80 (n) "
         "| peak memory | commit |",
         "|---|---|---|---|---|",
-        *map(_speed_row, latest.values()),
+        *map(_speed_row, records),
     ]
     return "\n".join(rows)
 

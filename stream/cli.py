@@ -120,11 +120,9 @@ class Replay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Measure speed and memory; a table goes to stderr, one line of JSON to stdout."""
+class BenchEngine:
+    """Transformer and decoder, as a session uses them."""
 
-    target: tyro.conf.Positional[Literal["engine"]]
-    """engine: transformer and decoder, as a session uses them."""
     preset: Literal["mini", "h3_33b", "tiny"] = "mini"
     """Which model."""
     weights: str = "shipped"
@@ -163,6 +161,63 @@ class Bench:
         ablations = () if self.ablations is None else parse_ablations(self.ablations)
         print(bench_engine(scenario, ablations=ablations, record=record), flush=True)
         return EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLive:
+    """The live service, played in a real Chromium on this machine: frame rate, latency, cost."""
+
+    preset: Literal["mini", "tiny"] = "mini"
+    """Which model."""
+    transport: Literal["webrtc", "ws-h264", "ws-jpeg"] = "webrtc"
+    """How video reaches the page."""
+    seconds: int = 300
+    """To play, after a warm-up."""
+    viewers: int = 3
+    """Pages that watch in a second, shorter part; 0 leaves it out."""
+    seed: int = 0
+    """Of the keys that are pressed."""
+    record: File = None
+    """File to append the JSON line to, such as benchmarks/live.jsonl."""
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+
+    def run(self) -> int:
+        """Measure and print the record."""
+        from stream.bench_live import LiveScenario, bench_live
+
+        scenario = LiveScenario(
+            preset=self.preset,
+            transport=self.transport,
+            seconds=self.seconds,
+            viewers=self.viewers,
+            seed=self.seed,
+        )
+        record = None if self.record is None else Path(self.record)
+        print(bench_live(scenario, record=record), flush=True)
+        return EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure; a table goes to stderr, one line of JSON to stdout."""
+
+    target: tyro.conf.OmitSubcommandPrefixes[
+        tyro.conf.OmitArgPrefixes[
+            Annotated[BenchEngine, tyro.conf.subcommand("engine")]
+            | Annotated[BenchLive, tyro.conf.subcommand("live")]
+        ]
+    ]
+    """What is measured."""
+
+    @property
+    def verbose(self) -> bool:
+        """Whether logs are wanted."""
+        return self.target.verbose
+
+    def run(self) -> int:
+        """Measure and print the record."""
+        return self.target.run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +287,7 @@ Command = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
-        command = tyro.cli(
-            Command,
-            prog="worldstream",
-            description="A streaming world model: picture, prompt and held keys become video.",
-            args=arguments,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        command = read_command(arguments)
         _let_idle_threads_sleep()
         if command.verbose:
             from stream.logs import configure_logs
@@ -251,6 +300,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("error: interrupted")
         return EXIT_INTERRUPTED
+
+
+def read_command(arguments: Sequence[str] | None = None) -> Command:
+    """Read the command line, that of the process by default.
+
+    Raises:
+        SystemExit: 2 where it is wrong, after saying why.
+    """
+    return tyro.cli(
+        Command,
+        prog="worldstream",
+        description="A streaming world model: picture, prompt and held keys become video.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
 
 
 def _let_idle_threads_sleep() -> None:

@@ -17,6 +17,7 @@ from miniworld import evaluate, train
 from miniworld.prompts import KNOWN_WORDS
 from miniworld.scene import NAMED_SCENES
 from stream.cli import main as worldstream
+from stream.cli import read_command
 from stream.script import KEYS, parse_timed_keys
 
 pytestmark = pytest.mark.cpu
@@ -62,9 +63,12 @@ def _make(arguments: list[str]) -> None:
 
 
 def _worldstream(arguments: list[str]) -> None:
-    """Run with one chunk; `bench` on the tiny preset; `serve` only reads its options."""
+    """Run with one chunk; `bench engine` on the tiny preset; of others only read the options."""
     if arguments[0] == "generate":
         arguments = [*_without(arguments, "--seconds", "--chunks"), "--chunks", "1"]
+    if arguments[:2] == ["bench", "live"]:
+        read_command(arguments)
+        return
     if arguments[0] == "bench":
         arguments = _without(arguments, "--preset", "--chunks", "--ablations")
         arguments += ["--preset", "tiny", "--chunks", "1", "--ablations", "prefix_cache"]

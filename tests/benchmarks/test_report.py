@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import report
 from miniworld.evaluation.figures import Report
+from stream.live_figures import PARTS
 
 pytestmark = pytest.mark.cpu
 
@@ -39,18 +40,59 @@ def _quality(path: Path) -> Path:
     return path
 
 
+def _live(**changes: object) -> str:
+    parts = {name: {"p50": 10.0} for names, _ in report.PART_WORDS for name in names}
+    record: dict[str, Any] = {
+        "preset": "mini",
+        "transport": "webrtc",
+        "seconds": 300,
+        "cpu": "A Processor",
+        "cpu_count": 2,
+        "frames_per_second": 23.97,
+        "fps_window_min": 23.6,
+        "key_to_screen_ms": {"p50": 750.2, "p95": 1_240.0},
+        "key_to_screen_first_ms": {"p50": 748.0},
+        "key_to_screen_last_ms": {"p50": 752.0},
+        "parts_ms": parts,
+        "connect_s": 0.31,
+        "page_to_first_frame_s": 0.92,
+        "encode_ms": 1.27,
+        "cores": {"server": 0.1, "worker": 1.4, "browser": 0.3},
+        "watched": {"server_cores_per_viewer": 0.021},
+        "commit": "abc1234",
+    }
+    return json.dumps(record | changes) + "\n"
+
+
+def test_live_shows_the_last_record_of_a_transport_and_marks_misses(tmp_path: Path) -> None:
+    records = tmp_path / "live.jsonl"
+    records.write_text(_live(seconds=999) + _live())
+    missing = tmp_path / "missing"
+    text = report.section(missing, missing, records)
+    assert "999" not in text
+    assert "**24.0** (23.6) | **750** / 1240 (missed: at most 1200) ms | +4 ms" in text
+    assert "0.31 / 0.92 s | 0.02 cores | abc1234" in text
+    assert "to the server 20, waiting for the chunk 10" in text
+    assert "display 20. Encoding takes 1.3 ms a frame" in text
+
+
+def test_live_names_each_part_once() -> None:
+    assert [name for names, _ in report.PART_WORDS for name in names] == list(PARTS)
+
+
 def test_speed_shows_the_last_record_of_each_way_of_running(tmp_path: Path) -> None:
     records = tmp_path / "engine.jsonl"
     lines = [_speed(frames_per_second=1.0), _speed(compile_blocks=True), _speed()]
     records.write_text("".join(lines))
-    text = report.section(records, tmp_path / "missing.json")
+    text = report.section(records, tmp_path / "missing.json", tmp_path / "missing.json")
     assert text.count("**34.6**") == 2
     assert "**1.0**" not in text
     assert "480 / 492 / 502 (40) | 902 MiB | abc1234" in text
 
 
 def test_quality_marks_what_is_missed_and_counts_all_targets(tmp_path: Path) -> None:
-    text = report.section(tmp_path / "missing.jsonl", _quality(tmp_path / "figures.json"))
+    missing = tmp_path / "missing.jsonl"
+    text = report.section(missing, _quality(tmp_path / "figures.json"), missing)
     assert "| >= 28.5 | 27.91 dB (missed) | 64 |" in text
     assert "| <= 0.6 | 0.123 deg | 64 |" in text
     assert "2 of 4 targets are met" in text
@@ -58,7 +100,8 @@ def test_quality_marks_what_is_missed_and_counts_all_targets(tmp_path: Path) -> 
 
 
 def test_without_records_there_is_no_figure(tmp_path: Path) -> None:
-    text = report.section(tmp_path / "missing.jsonl", tmp_path / "missing.json")
+    missing = tmp_path / "missing"
+    text = report.section(missing, missing, missing)
     assert not any(character.isdigit() for character in text)
 
 
