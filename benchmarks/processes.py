@@ -66,6 +66,14 @@ def usage(pids: Iterable[int]) -> Usage:
     return total
 
 
+def machine_cpu_s() -> float:
+    """Processor time of everything on this machine, since it began; waiting left out."""
+    user, nice, system, _, _, irq, soft_irq, steal, *_ = map(
+        int, (PROC / "stat").read_text().split("\n", 1)[0].split()[1:]
+    )
+    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def _parent(folder: Path) -> int:
     return int(_fields(folder)[1])
 

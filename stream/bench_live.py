@@ -181,13 +181,13 @@ class _Phase:
         return 1e3 * self.counted.get(f"worldstream_{histogram}_sum", 0.0) / max(1.0, count)
 
     def cores(self) -> dict[str, float]:
-        """Processor time by wall time: 1 is a core."""
-        return {
-            side: round(
-                (getattr(self.end, side).cpu_s - getattr(self.begin, side).cpu_s) / self.seconds, 3
-            )
+        """Processor time by wall time: 1 is a core. `rest` is everything else on the machine."""
+        took_s = {
+            side: getattr(self.end, side).cpu_s - getattr(self.begin, side).cpu_s
             for side in ("server", "worker", "browser")
         }
+        took_s["rest"] = self.end.machine_cpu_s - self.begin.machine_cpu_s - sum(took_s.values())
+        return {side: round(cpu_s / self.seconds, 3) for side, cpu_s in took_s.items()}
 
 
 def _phase(
@@ -247,7 +247,7 @@ def _figures(scenario: LiveScenario, player: Visitor, phase: _Phase) -> dict[str
         "frame_gap_ms": figures.percentiles(gaps_ms),
         "frame_gap_max_ms": round(max(gaps_ms, default=0.0), 1),
         "shown_share": round(len(shown) / max(1, sent_count), 4),
-        "dropped_count": int(phase.counted.get("worldstream_drops_total", 0.0)),
+        "dropped_count": int(phase.counted.get("worldstream_frames_dropped_total", 0.0)),
         "page_to_first_frame_s": _seconds(opened_ms, picture_ms),
         "connect_s": _seconds(offered_ms, picture_ms),
         "chunk_ms": round(phase.mean_ms("chunk_seconds"), 1),

@@ -22,7 +22,7 @@ from typing import IO
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.processes import Usage, descendants, usage
+from benchmarks.processes import Usage, descendants, machine_cpu_s, usage
 from engine.errors import DeviceError
 
 VIEWERS_LIMIT = 8
@@ -124,6 +124,7 @@ class Load:
     server: Usage
     worker: Usage
     browser: Usage
+    machine_cpu_s: float
 
     @classmethod
     def now(cls, service: ServiceProcess) -> Load:
@@ -136,4 +137,5 @@ class Load:
             server=usage([service.process.pid]),
             worker=usage(workers),
             browser=usage(set(browsers) - own),
+            machine_cpu_s=machine_cpu_s(),
         )

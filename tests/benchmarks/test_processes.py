@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from benchmarks.processes import Usage, descendants, has_processes, usage
+from benchmarks.processes import Usage, descendants, has_processes, machine_cpu_s, usage
 
 pytestmark = [
     pytest.mark.cpu,
@@ -35,6 +35,13 @@ def test_what_is_gone_is_left_out() -> None:
     deadline_s = time.monotonic() + 5.0
     while usage([child.pid]) != Usage():
         assert time.monotonic() < deadline_s
+
+
+def test_the_machine_takes_at_least_what_this_process_does() -> None:
+    begin_s, own_s = machine_cpu_s(), time.process_time()
+    while time.process_time() < own_s + 0.3:
+        pass
+    assert machine_cpu_s() - begin_s >= 0.3 - 0.05
 
 
 def test_usage_adds_up() -> None:
