@@ -19,12 +19,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.processes import has_processes
 from benchmarks.record import append_record, describe_machine
 from engine.errors import ConfigError, UnsupportedError
 from stream import live_figures as figures
 from stream.live_browser import Visitor, chromium, find_chromium, strokes
 from stream.live_process import VIEWERS_LIMIT, Load, ServiceProcess, running
+from stream.processes import has_processes
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

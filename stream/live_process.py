@@ -22,8 +22,8 @@ from typing import IO
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.processes import Usage, descendants, machine_cpu_s, usage
 from engine.errors import DeviceError
+from stream.processes import Usage, descendants, machine_cpu_s, usage
 
 VIEWERS_LIMIT = 8
 READY_LIMIT_S = 180.0

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from benchmarks.processes import Usage, descendants, has_processes, machine_cpu_s, usage
+from stream.processes import Usage, descendants, has_processes, machine_cpu_s, usage
 
 pytestmark = [
     pytest.mark.cpu,

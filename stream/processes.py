@@ -1,4 +1,4 @@
-"""Processor time and memory of other processes, as Linux tells them under /proc.
+"""Processor time and memory of processes, as Linux tells them under /proc; needs no torch.
 
 Owns the reading of /proc. Invariant: a process that ended counts as it was last seen by nobody: it
 is left out.
