@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response, WebSocket
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 
 from stream import http_bodies as bodies
@@ -25,7 +26,8 @@ from stream.door import Door
 from stream.error_codes import ERROR_TEXT, HTTP_STATUS, ErrorCode, ProtocolError
 from stream.gate import Gate, has_token
 from stream.http_bodies import ErrorBody
-from stream.live import VERSION, Live
+from stream.info import VERSION
+from stream.live import Live
 from stream.schema import json_schema
 
 WEB_CLIENT = Path(__file__).resolve().parent.parent / "web_client"
@@ -43,9 +45,11 @@ def create_app(live: Live) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await live.start()
-        yield
-        await live.close()
+        try:
+            await live.start()
+            yield
+        finally:
+            await live.close()
 
     app = FastAPI(
         title="worldstream",
@@ -77,7 +81,7 @@ def _add_operations(app: FastAPI, live: Live) -> None:
         """Answer 200 when visitors can play; else 503 and how far loading is."""
         if live.is_ready:
             return JSONResponse({"ready": True})
-        loading = live.loading
+        loading = live.workers.loading
         body = {"ready": False, "loading": None if loading is None else loading.model_dump()}
         return JSONResponse(body, 503, {"Retry-After": str(NOT_READY_RETRY_S)})
 
@@ -154,7 +158,12 @@ def _add_sessions(app: FastAPI, live: Live) -> None:
     async def recording(session_id: str, request: Request) -> FileResponse:
         """Return what was shown so far. Same right as DELETE."""
         path = await live.recording(session_id, request.headers)
-        return FileResponse(path, media_type="video/mp4", filename=path.name)
+        return FileResponse(
+            path,
+            media_type="video/mp4",
+            filename=f"{session_id}.mp4",
+            background=BackgroundTask(path.unlink, missing_ok=True),
+        )
 
     @app.websocket("/v1/ws")
     async def control(websocket: WebSocket) -> None:

@@ -46,20 +46,26 @@ class Door:
         except ProtocolError as error:
             await self._refuse(websocket, error)
             return
-        await websocket.accept(subprotocol=p.PROTOCOL)
-        socket = Socket(websocket, messages_per_s=self._live.settings.messages_per_s)
-        viewer = Viewer(id=ticket.viewer_id, role=ticket.role, socket=socket)
+        # Counted before anything is awaited, so that no other handshake slips in between.
         self._open_count[address] += 1
         try:
-            if await _is_greeted(socket):
-                room.join(viewer, loading=self._live.loading)
-                await self._converse(room, viewer)
+            await websocket.accept(subprotocol=p.PROTOCOL)
+            await self._serve_accepted(websocket, ticket, room)
         except WebSocketDisconnect:
             pass
         finally:
             self._open_count[address] -= 1
             if not self._open_count[address]:
                 del self._open_count[address]
+
+    async def _serve_accepted(self, websocket: WebSocket, ticket: Ticket, room: Room) -> None:
+        socket = Socket(websocket, messages_per_s=self._live.settings.messages_per_s)
+        viewer = Viewer(id=ticket.viewer_id, role=ticket.role, socket=socket)
+        try:
+            if await _is_greeted(socket):
+                room.join(viewer, loading=self._live.workers.loading)
+                await self._converse(room, viewer)
+        finally:
             room.leave(viewer)
             await socket.finish()
 
@@ -87,7 +93,7 @@ class Door:
 
     async def _converse(self, room: Room, viewer: Viewer) -> None:
         metrics = self._live.metrics
-        while viewer.socket.is_open:
+        while viewer.socket.is_open and not viewer.has_left:
             try:
                 message = await viewer.socket.receive()
             except ProtocolError as error:

@@ -7,6 +7,7 @@ origin can neither write nor open a socket; no body grows beyond its limit.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import socket
@@ -22,6 +23,10 @@ from stream.settings import ServerSettings
 
 BODY_LIMIT_BYTES = 64 * 1024
 IMAGE_PATH = "/v1/images"
+LENGTH_DIGITS = 15
+"""More in a Content-Length are not worth reading."""
+BODY_LIMIT_S = 30.0
+"""A body is there within this time of its headers."""
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; connect-src 'self' ws: wss:; img-src 'self' blob: data:; "
@@ -32,8 +37,12 @@ SECURITY_HEADERS = {
 }
 
 
-class BodyTooLargeError(Exception):
-    """A body without a length turned out too large."""
+class BodyRefusedError(Exception):
+    """A body turned out too large or too slow."""
+
+    def __init__(self, code: ErrorCode) -> None:
+        super().__init__(str(code))
+        self.code = code
 
 
 class Gate:
@@ -43,8 +52,8 @@ class Gate:
         self._app = app
         self._settings = settings
         self._hosts = {
-            *("localhost", settings.host, socket.gethostname()),
-            *settings.allowed_hosts,
+            name.lower()
+            for name in ("localhost", settings.host, socket.gethostname(), *settings.allowed_hosts)
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,8 +70,8 @@ class Gate:
             return
         try:
             await self._app(scope, self._limited(scope, receive), _with_headers(send))
-        except BodyTooLargeError:
-            await deny(scope, receive, send, ErrorCode.TOO_LARGE)
+        except BodyRefusedError as error:
+            await deny(scope, receive, send, error.code)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ErrorCode | None:
         host = headers.get("host", "")
@@ -75,7 +84,7 @@ class Gate:
             length = headers.get("content-length", "0")
             if not length.isdecimal():
                 return ErrorCode.BAD_MESSAGE
-            if int(length) > self._limit_bytes(scope):
+            if len(length) > LENGTH_DIGITS or int(length) > self._limit_bytes(scope):
                 return ErrorCode.TOO_LARGE
         return None
 
@@ -114,14 +123,22 @@ class Gate:
         return self._settings.image_limit_bytes if is_image else BODY_LIMIT_BYTES
 
     def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        limit_bytes, seen_bytes = self._limit_bytes(scope), 0
+        limit_bytes, seen_bytes, is_whole = self._limit_bytes(scope), 0, False
+        end_s = asyncio.get_running_loop().time() + BODY_LIMIT_S
 
         async def limited() -> Message:
-            nonlocal seen_bytes
-            message = await receive()
+            nonlocal seen_bytes, is_whole
+            if is_whole:  # what follows is the end of the connection, whenever that comes
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end_s):
+                    message = await receive()
+            except TimeoutError:
+                raise BodyRefusedError(ErrorCode.BAD_MESSAGE) from None
             seen_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if seen_bytes > limit_bytes:
-                raise BodyTooLargeError
+                raise BodyRefusedError(ErrorCode.TOO_LARGE)
             return message
 
         return limited

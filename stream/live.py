@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -26,29 +23,30 @@ from stream import server_messages as server
 from stream.actions import FRAMES_PER_CHUNK, wall_ms
 from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.gate import has_token
+from stream.info import limits, service_info
 from stream.jobs import WorldSpec, world_spec
 from stream.limits import BucketTable
 from stream.media_events import MediaSettings
 from stream.metrics import Metrics
 from stream.peer import IceServerSettings, IceSettings
 from stream.protocol import SessionState
-from stream.recording import export_mp4
 from stream.room import Room
 from stream.scenes import Scene, draw_scenes
-from stream.seat import Seat
+from stream.session_files import SessionFiles
 from stream.sessions import Admission, Change, Event, Registry, Session
 from stream.settings import ServerSettings
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.uploads import ImageStore
 from stream.viewer import Surroundings
-from stream.worker_messages import StartFrom, WorkerConfig
+from stream.worker_messages import StartFrom
+from stream.workers import FPS, Workers
 from stream.world_source import LoadedWorlds, OpenSource
 
-FPS = 24.0
 TICK_S = 0.25
 ROOM_END = "room end"
+VITAL = "vital"
+"""Name of tasks that the service cannot do without."""
 ROOM_END_LIMIT_S = 3.0
-VERSION = "0.1.0"
 
 log = structlog.get_logger(__name__)
 
@@ -84,20 +82,18 @@ class Live:
         *,
         open_source: OpenSource = LoadedWorlds,
         on_lost: Callable[[str], None] | None = None,
-        limits: WatchdogLimits | None = None,
+        watchdog: WatchdogLimits | None = None,
     ) -> None:
         self.settings = settings
         self.metrics = Metrics()
         self.registry = Registry(settings, self._on_change)
         self.scenes: dict[str, Scene] = {}
         self.lost_reason: str | None = None
-        self._spec = spec_of(settings)
-        self._open_source = open_source
-        self._watchdog = limits
+        spec = spec_of(settings)
+        self.workers = Workers(settings, spec, open_source=open_source, limits=watchdog)
         self._on_lost = on_lost
-        self._geometry = self._spec.geometry
+        self._geometry = spec.geometry
         self._video = p.VideoInfo(w=self._geometry.width_px, h=self._geometry.height_px, fps=FPS)
-        self._seats: list[Seat] = []
         self._rooms: dict[str, Room] = {}
         self._creations = BucketTable(
             per_s=settings.sessions_per_min / 60, burst=settings.sessions_per_min
@@ -105,26 +101,27 @@ class Live:
         self._tasks: set[asyncio.Task[None]] = set()
         self._scenes_drawn = asyncio.Event()
         self._is_closing = False
-        self._folder: Path | None = None
-        self._records = Path()
+        self._files: SessionFiles | None = None
         self.images: ImageStore | None = None
 
     # ---- life
 
     async def start(self) -> None:
-        """Start workers and clockwork; returns before anything is loaded."""
-        self._folder = Path(tempfile.mkdtemp(prefix="worldstream-"))
-        record = self.settings.record
-        self._records = self._folder / "records" if record is None else Path(record)
-        self._records.mkdir(parents=True, exist_ok=True)
-        pictures = self._folder / "pictures"
-        pictures.mkdir()
+        """Start workers and clockwork; returns before anything is loaded. `close` ends it all.
+
+        Raises:
+            OSError: a folder cannot be made, a process not be started.
+        """
+        self._files = SessionFiles(self.settings.record)
         width_px, height_px = self._geometry.width_px, self._geometry.height_px
-        self.images = ImageStore(pictures, width_px=width_px, height_px=height_px)
-        for _ in range(self.settings.max_sessions):
-            await self._add_seat()
+        self.images = ImageStore(self._files.pictures, width_px=width_px, height_px=height_px)
+        await self.workers.start(
+            self._files.records, on_ready=self._ready, on_free=self._assign, on_lost=self._lose
+        )
+        for seat in self.workers.seats:
+            self._spawn(seat.run(), VITAL)
         self._spawn(self._draw_scenes(), "scenes")
-        self._spawn(self._tick_forever(), "clockwork")
+        self._spawn(self._tick_forever(), VITAL)
 
     async def close(self) -> None:
         """Tell everybody, end everything. Calling it again does nothing."""
@@ -133,95 +130,39 @@ class Live:
         self._is_closing = self.registry.is_draining = True
         now_s = time.monotonic()
         for session in self.registry:
-            self.registry.transition(
-                session, Event.CLOSE, "server closing", now_s, ErrorCode.SERVER_SHUTDOWN
-            )
+            if session.state is not SessionState.CLOSED:
+                self.registry.transition(
+                    session, Event.CLOSE, "server closing", now_s, ErrorCode.SERVER_SHUTDOWN
+                )
         ends = [task for task in self._tasks if task.get_name() == ROOM_END]
         # Rooms leave their seats first, as their tasks were made first.
         await asyncio.gather(
             asyncio.wait(ends, timeout=ROOM_END_LIMIT_S) if ends else asyncio.sleep(0.0),
-            *(seat.worker.close() for seat in self._seats),
+            self.workers.close(),
         )
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-
-    async def _add_seat(self) -> None:
-        settings = self.settings
-        worker = WorkerHandle(
-            WorkerConfig(
-                world=self._spec,
-                trace_folder=self._records,
-                warm_up_scene=settings.scene,
-                fps=FPS,
-                jit_margin_ms=settings.jit_margin_ms,
-                stale_ms=settings.key_stale_ms,
-                thread_count=settings.threads,
-            ),
-            open_source=self._open_source,
-            limits=self._watchdog,
-        )
-        seat = Seat(
-            worker,
-            on_ready=lambda _: self._ready(seat),
-            on_free=self._assign,
-            on_lost=self._lose,
-        )
-        self._seats.append(seat)
-        await worker.start()
-        self._spawn(seat.run(), "seat")
+        if self._files is not None:
+            await self._files.close()
 
     # ---- what the routes ask
 
     @property
     def is_ready(self) -> bool:
-        """Whether every worker is loaded, warmed up and alive."""
-        return (
-            not self._is_closing
-            and bool(self._seats)
-            and all(seat.worker.is_ready for seat in self._seats)
-        )
-
-    @property
-    def loading(self) -> server.Loading | None:
-        """Progress of the worker that is furthest behind, or None."""
-        behind = [seat.worker for seat in self._seats if seat.worker.info is None]
-        found = [worker.loading for worker in behind if worker.loading is not None]
-        if not behind:
-            return None
-        if not found:
-            return server.Loading(stage="starting", percent=0.0, seconds=0.0)
-        slowest = min(found, key=lambda loading: loading.percent)
-        return server.Loading(stage=slowest.stage, percent=slowest.percent, seconds=slowest.seconds)
+        """Whether visitors can play."""
+        return not self._is_closing and self.workers.is_ready
 
     async def info(self) -> bodies.ServiceInfo:
         """Everything a page needs before it opens a session."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._scenes_drawn.wait(), 15.0)
-        settings = self.settings
-        transports = ("webrtc", "ws") if settings.webrtc else ("ws",)
-        return bodies.ServiceInfo(
-            version=VERSION,
-            preset=settings.preset,
-            source="renderer" if settings.renderer else "model",
-            video=self._video,
-            chunk=p.ChunkInfo(first=FRAMES_PER_CHUNK, next=FRAMES_PER_CHUNK),
-            latch_ms=FRAMES_PER_CHUNK / FPS * 1e3,
-            transports=transports,
-            codecs=("h264", "vp8", "jpeg"),
-            ice=settings.ice_servers,
-            limits=self._limits(),
-            scenes=tuple(
-                bodies.SceneInfo(
-                    name=scene.name, prompt=scene.prompt, thumbnail=f"/v1/scenes/{scene.name}.png"
-                )
-                for scene in self.scenes.values()
-            ),
-            needs_token=settings.token is not None,
+        return service_info(
+            self.settings,
+            self._video,
+            self.scenes.values(),
             is_ready=self.is_ready,
-            loading=self.loading,
+            loading=self.workers.loading,
         )
 
     def create(
@@ -232,16 +173,21 @@ class Live:
         Raises:
             ProtocolError: no place, no such session or picture, too often.
         """
+        if self._files is None:
+            raise ProtocolError(ErrorCode.NOT_READY)
         now_s = time.monotonic()
         bucket = self._creations.bucket(address)
         if not bucket.take(now_s):
             raise ProtocolError(ErrorCode.RATE_LIMIT, "sessions", retry_ms=bucket.wait_ms(now_s))
         if request.scene is not None or request.image_id is not None:
             self._start_from(request.scene, request.image_id)
+        if idempotency_key is not None:
+            # A key means the same only to who sent it, with the same request.
+            idempotency_key = f"{address} {idempotency_key} {request.model_dump_json()}"
         admission = self.registry.create(request, now_s=now_s, idempotency_key=idempotency_key)
         session = admission.session
         if session.id not in self._rooms:
-            self._rooms[session.id] = Room(session, self._surroundings())
+            self._rooms[session.id] = Room(session, self._surroundings(self._files))
         self._assign()
         return self._created(admission)
 
@@ -285,6 +231,8 @@ class Live:
             ProtocolError: NO_SESSION, NOT_CONTROLLER.
         """
         session = self._owned(session_id, headers)
+        if session.state is SessionState.CLOSED:
+            raise ProtocolError(ErrorCode.NO_SESSION, "ended")
         self.registry.transition(
             session, Event.CLOSE, "ended by the player", time.monotonic(), ErrorCode.GONE
         )
@@ -307,30 +255,23 @@ class Live:
         Raises:
             ProtocolError: NO_SESSION, NOT_CONTROLLER.
         """
-        trace = self.trace(session_id, headers)
-        image_id = self.registry.get(session_id).world.image_id
-        path = trace.with_name(f"{image_id}.png")
-        if image_id is None or not path.is_file():
+        session = self._owned(session_id, headers)
+        started = self.room(session.id).trace
+        path = self._files.picture(started) if self._files and started else None
+        if path is None or not path.is_file():
             raise ProtocolError(ErrorCode.NO_SESSION, "started from a scene")
         return path
 
     async def recording(self, session_id: str, headers: Headers) -> Path:
-        """MP4 of what the session showed so far.
+        """MP4 of what the session showed so far; the caller removes it after it was sent.
 
         Raises:
             ProtocolError: NO_SESSION, NOT_CONTROLLER.
         """
         session = self._owned(session_id, headers)
-        growing = self._records / f"{session.id}.ts"
-        made = growing.with_suffix(".mp4")
-        if growing.is_file():
-            try:
-                await asyncio.to_thread(export_mp4, growing, made)
-            except OSError as error:
-                raise ProtocolError(ErrorCode.NO_SESSION, str(error)) from error
-        if not made.is_file():
+        if self._files is None:
             raise ProtocolError(ErrorCode.NO_SESSION, "no recording")
-        return made
+        return await self._files.download(session.id)
 
     def room(self, session_id: str) -> Room:
         """Room of a session.
@@ -360,7 +301,7 @@ class Live:
         metrics.bitrate_bps.set(min((each.bitrate_bps for each in media), default=0))
         metrics.remb_bps.set(min((each.remb_bps for each in media if each.remb_bps), default=0))
         metrics.rtt_s.set(max((each.rtt_s for each in media if each.rtt_s), default=0.0))
-        metrics.ring_frames.set(sum(seat.worker.ring.taken_count for seat in self._seats))
+        metrics.ring_frames.set(self.workers.frames_in_rings)
         return metrics.text()
 
     # ---- inside
@@ -397,7 +338,7 @@ class Live:
             raise ProtocolError(ErrorCode.BAD_MESSAGE, "unknown scene")
         return StartFrom(scene=name)
 
-    def _surroundings(self) -> Surroundings:
+    def _surroundings(self, files: SessionFiles) -> Surroundings:
         settings = self.settings
         servers = tuple(
             IceServerSettings(urls=each.urls, username=each.username, credential=each.credential)
@@ -418,25 +359,16 @@ class Live:
                 ),
             ),
             video=self._video,
-            limits=self._limits(),
-            recordings=self._records,
+            limits=limits(self.settings),
+            files=files,
             start_from=self._start_from,
-        )
-
-    def _limits(self) -> p.Limits:
-        settings = self.settings
-        return p.Limits(
-            image_bytes=settings.image_limit_bytes,
-            key_refresh_ms=settings.key_refresh_ms,
-            key_stale_ms=settings.key_stale_ms,
-            ladder_s=(settings.ladder_direct_s, settings.ladder_relay_s),
         )
 
     def _assign(self) -> None:
         """Give free seats to those who wait."""
         if self._is_closing:
             return
-        free = [seat for seat in self._seats if seat.is_free]
+        free = self.workers.free_seats
         chosen = self.registry.assign(len(free), time.monotonic())
         for seat, session in zip(free, chosen, strict=False):
             room = self._rooms[session.id]
@@ -471,15 +403,11 @@ class Live:
             seat.leave()
         await room.close(code)
         self._assign()
-        if self.settings.record is not None and room.recording.is_file():
-            with contextlib.suppress(OSError):  # nothing was shown
-                await asyncio.to_thread(
-                    export_mp4, room.recording, room.recording.with_suffix(".mp4")
-                )
-            room.recording.unlink(missing_ok=True)
+        if self._files is not None:
+            await self._files.complete(room.session.id)
 
-    def _ready(self, seat: Seat) -> None:
-        info = seat.worker.info
+    def _ready(self, worker: WorkerHandle) -> None:
+        info = worker.info
         if info is not None:
             log.info("worker_ready", device=info.device, dtype=info.dtype, chunk_ms=info.chunk_ms)
         now_s = time.monotonic()
@@ -512,14 +440,13 @@ class Live:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
             self.metrics.loop_lag_s.observe(max(0.0, now_s - due_s))
-            is_loaded = all(seat.worker.info is not None for seat in self._seats)
-            self.registry.tick(now_s, is_loaded=is_loaded)
+            self.registry.tick(now_s, is_loaded=self.workers.is_loaded)
             self._assign()
             self._forget_rooms()
             if now_s - last_stats_s >= 1.0:
                 last_stats_s = now_s
                 self._tell(now_s)
-            loading = self.loading
+            loading = self.workers.loading
             stage = "" if loading is None else f"{loading.stage} {loading.percent:.0f}"
             if loading is not None and stage != told_stage:
                 for room in self._rooms.values():
@@ -542,14 +469,18 @@ class Live:
         known = {session.id for session in self.registry}
         for session_id in [each for each in self._rooms if each not in known]:
             del self._rooms[session_id]
+            if self._files is not None:
+                self._files.forget(session_id)
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(partial(_finished, self._tasks))
+        task.add_done_callback(self._finished)
 
-
-def _finished(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
-    tasks.discard(task)
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("task_failed", task=task.get_name(), exc_info=error)
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task_failed", task=task.get_name(), exc_info=error)
+            if task.get_name() == VITAL:
+                # Without it nothing ends or begins any more: better to end and be started again.
+                self._lose(f"{type(error).__name__} in the service; see the log")

@@ -7,11 +7,9 @@ when it leaves; frames and messages of one session never reach another.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
@@ -23,9 +21,10 @@ from stream import protocol as p
 from stream import server_messages as server
 from stream.actions import FRAMES_PER_CHUNK, wall_ms
 from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
+from stream.info import CHUNK, latch_ms
 from stream.inputs import PhotonMeter, SessionInput
 from stream.protocol import SessionState
-from stream.sessions import Change, Event, Session
+from stream.sessions import TRANSITIONS, Change, Event, Session
 from stream.transports import Transports
 from stream.viewer import Surroundings, Viewer
 from stream.worker_messages import (
@@ -50,6 +49,8 @@ if TYPE_CHECKING:
     from stream.seat import Seat
 
 ARRIVALS_PENDING = 256
+COMMANDS_UNANSWERED = 32
+"""More are refused: what waits for a worker that is busy or restarts must have an end."""
 
 log = structlog.get_logger(__name__)
 
@@ -79,8 +80,8 @@ class Room:
         self._input = SessionInput()
         self._photons = PhotonMeter()
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=ARRIVALS_PENDING)
-        self._prompts: dict[int, str] = {}
-        self._plays_after_restart = False
+        self._unanswered: dict[int, str | None] = {}
+        """Commands that the worker has not answered: id, and the prompt of one that changes it."""
         self._last_act_ms = 0.0
         self._act_lag_ms: float | None = None
         self._gen_ms: float | None = None
@@ -88,20 +89,21 @@ class Room:
         self.trace: SessionStarted | None = None
         """Newest start, which names the trace."""
 
-    @property
-    def recording(self) -> Path:
-        """Growing file of what is shown."""
-        return self._around.recordings / f"{self.session.id}.ts"
-
     # ---- coming, going
 
     def join(self, viewer: Viewer, *, loading: server.Loading | None) -> None:
         """A socket said hello. A second one of the player replaces the first."""
         now_s = time.monotonic()
+        if self.session.state is SessionState.CLOSED:
+            # It ended between the ticket and the hello.
+            viewer.socket.close(self.session.last_error or ErrorCode.NO_SESSION)
+            return
         if viewer.is_player:
             for other in self._players():
                 self.leave(other, replaced=True)
                 other.socket.close(ErrorCode.CONFLICT)
+            if self.seat is not None:
+                self.seat.mailbox.clear()
             self._input.begin_socket(wall_ms())
             self._photons.clear()
         self.viewers[viewer.id] = viewer
@@ -118,7 +120,7 @@ class Room:
         self.transports.welcome(viewer)
         self._queue_told = None
 
-    def leave(self, viewer: Viewer, *, replaced: bool = False) -> None:
+    def leave(self, viewer: Viewer, *, replaced: bool = False, said_bye: bool = False) -> None:
         """A socket is gone, or said bye; calling it again does nothing."""
         if viewer.has_left or viewer.id not in self.viewers:
             return
@@ -129,13 +131,13 @@ class Room:
         if viewer.is_player and not replaced:
             if self.seat is not None:
                 self.seat.mailbox.clear()
-            self._around.registry.lost(self.session, time.monotonic())
+            self._around.registry.lost(self.session, time.monotonic(), said_bye=said_bye)
 
     def take_seat(self, seat: Seat) -> None:
         """The session got a worker: open the world."""
         settings, world = self._around.settings, self.session.world
         self.seat = seat
-        self.transports.start(self.recording)
+        self.transports.start(self._around.files.growing(self.session.id))
         seat.mailbox.begin()
         try:
             start = self._around.start_from(world.scene, world.image_id)
@@ -190,16 +192,21 @@ class Room:
             case client.Shown():
                 self._shown(viewer, message)
             case client.ClientBye():
-                viewer.socket.close(ErrorCode.GONE)
+                self.leave(viewer, said_bye=True)
             case _ if not viewer.is_player:
                 if not (isinstance(message, client.Act) and viewer.was_told_not_controller):
                     viewer.was_told_not_controller = True
                     raise ProtocolError(ErrorCode.NOT_CONTROLLER)
             case client.Act():
-                self._act(message)
+                if viewer.acts.take(time.monotonic()):
+                    self._act(message)
+                else:  # the next one makes up for it: each holds the whole state
+                    self._around.metrics.drops.labels(where="act_rate").inc()
             case (
                 client.Prompt() | client.Reset() | client.Pause() | client.Resume() | client.Step()
             ):
+                if not viewer.commands.take(time.monotonic()):
+                    raise ProtocolError(ErrorCode.RATE_LIMIT, "commands", retry_ms=1_000)
                 self._command(message)
             case _:
                 assert_never(message)
@@ -228,18 +235,25 @@ class Room:
     ) -> None:
         registry, session, now_s = self._around.registry, self.session, time.monotonic()
         session.last_input_s = now_s
-        if self.seat is None or session.state not in (*_PLAYABLE, SessionState.WARMING):
+        # While it warms up there is nothing to pause, but another world may be wished for.
+        allowed: tuple[SessionState, ...] = _PLAYABLE
+        if isinstance(message, client.Prompt | client.Reset):
+            allowed = (*_PLAYABLE, SessionState.WARMING)
+        if self.seat is None or session.state not in allowed:
             raise ProtocolError(ErrorCode.NOT_READY, str(session.state), retry_ms=1_000)
+        if len(self._unanswered) >= COMMANDS_UNANSWERED:
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "unanswered commands", retry_ms=1_000)
         match message:
             case client.Prompt():
                 prompt = p.clean_prompt(message.text)
-                self._prompts[message.id] = prompt
+                self._unanswered[message.id] = prompt
                 self.seat.send(SetPrompt(id=message.id, prompt=prompt))
             case client.Reset():
                 start = None
                 if message.scene is not None or message.image_id is not None:
                     start = self._around.start_from(message.scene, message.image_id)
                 prompt_or_none = None if message.prompt is None else p.clean_prompt(message.prompt)
+                self._unanswered[message.id] = None
                 self.seat.mailbox.clear()
                 self._photons.clear()
                 self.seat.send(
@@ -254,6 +268,7 @@ class Room:
             case client.Step():
                 if session.state is not SessionState.PAUSED:
                     registry.transition(session, Event.PAUSE, "step", now_s)
+                self._unanswered[message.id] = None
                 self.seat.send(StepOnce(id=message.id))
 
     def _presented(self, act_seq: int) -> None:
@@ -317,21 +332,20 @@ class Room:
         log.error("session_failed", code=str(report.code), detail=report.detail)
         code = _ERROR_OF_FAILURE[report.code]
         session = self.session
-        is_worker = report.code in (FailureCode.WORKER_DIED, FailureCode.GEN_TIMEOUT)
-        if report.is_fatal or not is_worker:
+        if report.is_fatal or report.code is not FailureCode.WORKER_DIED:
             self.fail(code)
             return
         # The worker starts again and brings the world back from its trace.
         self._around.metrics.worker_restarts.inc()
         self.broadcast(server.Warn(code=str(code), msg=ERROR_TEXT[code] + " It starts again."))
-        self._plays_after_restart = session.state is SessionState.RUNNING
         self._around.registry.transition(session, Event.RESTART, str(code), time.monotonic())
 
     def fail(self, code: ErrorCode) -> None:
-        """End the session with an error."""
-        self._around.registry.transition(
-            self.session, Event.FAIL, str(code), time.monotonic(), code
-        )
+        """End the session with an error; one that ends already ends as it is."""
+        if (self.session.state, Event.FAIL) in TRANSITIONS:
+            self._around.registry.transition(
+                self.session, Event.FAIL, str(code), time.monotonic(), code
+            )
 
     def _frame(self, report: FrameReady, release: Callable[[int], None]) -> None:
         metrics, meta, seat = self._around.metrics, report.meta, self.seat
@@ -352,23 +366,16 @@ class Room:
             session.before_grace is not SessionState.WARMING
         ):
             return
-        self._around.registry.transition(session, Event.FIRST_FRAME, "first picture", now_s)
-        if self._plays_after_restart and session.state is SessionState.READY:
-            self._plays_after_restart = False
-            self._around.registry.transition(session, Event.PLAY, "worker is back", now_s)
+        reason = "first picture" if session.before_restart is None else "worker is back"
+        self._around.registry.transition(session, Event.FIRST_FRAME, reason, now_s)
 
     def _started(self, report: SessionStarted) -> None:
         self.trace = report
-        image_id = None
-        if report.start.image_path is not None:
-            picture = Path(report.start.image_path)
-            image_id = picture.stem
-            # A trace names its picture: it replays only as long as the picture lies beside it.
-            with suppress(OSError):
-                shutil.copyfile(picture, report.trace.with_name(picture.name))
+        picture = report.start.image_path
+        self._around.files.keep_picture(report)
         self.session.world = p.WorldInfo(
             scene=report.start.scene,
-            image_id=image_id,
+            image_id=None if picture is None else Path(picture).stem,
             prompt=report.prompt,
             seed=report.seed,
             epoch=report.epoch,
@@ -383,7 +390,7 @@ class Room:
         log.info("session_started", epoch=report.epoch, restored=report.restored_chunk_count)
 
     def _applied(self, report: Applied) -> None:
-        prompt = self._prompts.pop(report.id, None)
+        prompt = self._unanswered.pop(report.id, None)
         if prompt is not None:
             self.session.world = self.session.world.model_copy(update={"prompt": prompt})
             self.broadcast(server.World(world=self.session.world))
@@ -401,6 +408,7 @@ class Room:
         elif change.old is SessionState.RUNNING and change.new in (
             SessionState.PAUSED,
             SessionState.GRACE,
+            SessionState.DRAINING,
         ):
             self.seat.mailbox.clear()
             self.seat.send(Pause())
@@ -443,8 +451,8 @@ class Room:
             role=viewer.role,
             resume_token=self.session.resume_token if viewer.is_player else None,
             video=around.video,
-            chunk=p.ChunkInfo(first=FRAMES_PER_CHUNK, next=FRAMES_PER_CHUNK),
-            latch_ms=FRAMES_PER_CHUNK / around.video.fps * 1e3,
+            chunk=CHUNK,
+            latch_ms=latch_ms(around.video),
             ice=settings.ice_servers,
             limits=around.limits,
             world=self.session.world,

@@ -57,7 +57,7 @@ class Seat:
         self,
         worker: WorkerHandle,
         *,
-        on_ready: Callable[[Ready], None],
+        on_ready: Callable[[WorkerHandle], None],
         on_free: Callable[[], None],
         on_lost: Callable[[str], None],
     ) -> None:
@@ -110,7 +110,7 @@ class Seat:
     def _pass_on(self, report: Report) -> None:
         match report:
             case Ready():
-                self._on_ready(report)
+                self._on_ready(self.worker)
             case SessionEnded():
                 if report.session_id == self._session_id:
                     self._session_id = None

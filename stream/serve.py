@@ -60,7 +60,7 @@ class LiveServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _tell(self) -> None:
-        loading = self._live.loading
+        loading = self._live.workers.loading
         if self._live.is_ready:
             self._is_up = True
             _say(f"ready after {time.monotonic() - self._begin_s:.1f} s")

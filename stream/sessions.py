@@ -2,8 +2,8 @@
 
 Owns who may play, who watches, who waits. Pure: no network, no worker, the clock (seconds, any
 origin) is an argument. Invariants: every change of state goes through `Registry.transition` and is
-in `TRANSITIONS`; an illegal one is counted and ignored; slots never hold more than one session;
-tickets work once; a resume token works once and is replaced.
+in `TRANSITIONS`; an illegal one is logged, counted and ignored; slots never hold more than one
+session; tickets work once; a resume token works once and is replaced.
 
     QUEUED -> WARMING -> READY -> RUNNING <-> PAUSED -> CLOSED
     GRACE holds the place of a player whose socket was lost; DRAINING and FAILED lead to CLOSED
@@ -20,14 +20,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+import structlog
+
 from stream.error_codes import ErrorCode, ProtocolError
 from stream.http_bodies import CreateSession
 from stream.protocol import SessionState, WorldInfo, clean_prompt
 from stream.settings import ServerSettings
 
+log = structlog.get_logger(__name__)
+
 TICKET_LIFE_S = 60.0
 END_WARNING_S = 60.0
 IDEMPOTENCY_LIFE_S = 60.0
+DRAIN_S = 2.0
+"""What is made already is shown before a session that drains closes."""
+REMEMBERED_S = 600.0
+"""How long files and status of a closed session can be fetched."""
 Role = Literal["controller", "viewer"]
 
 
@@ -63,6 +71,10 @@ TRANSITIONS: dict[tuple[SessionState, Event], SessionState] = {
     **{(state, Event.FAIL): _S.FAILED for state in (*_LIVE, _S.GRACE, _S.QUEUED)},
     **{(state, Event.CLOSE): _S.CLOSED for state in SessionState if state != _S.CLOSED},
 }
+_EVENT_AT_END = {
+    ErrorCode.WARMUP_TIMEOUT: Event.FAIL,
+    ErrorCode.MAX_DURATION: Event.DRAIN,
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,6 +95,10 @@ class Session:
     """When it got its slot."""
     last_input_s: float
     before_grace: SessionState | None = None
+    before_restart: SessionState | None = None
+    """RUNNING or PAUSED, to go on with once the world is back after its worker died."""
+    said_bye: bool = False
+    """The page that plays was left, or is loaded anew: it has less time to come back."""
     viewer_ids: set[str] = field(default_factory=set)
     last_error: ErrorCode | None = None
     last_seq: int = -1
@@ -143,7 +159,9 @@ class Registry:
         self._answers: dict[str, tuple[float, Admission]] = {}
         self._durations_s: deque[float] = deque(maxlen=20)
         self.illegal_count = 0
+        """Changes of state that were asked for and that the table does not have: bugs."""
         self.is_draining = False
+        """Whether nobody is admitted and nobody gets a slot."""
 
     # ---- looking up
 
@@ -201,7 +219,9 @@ class Registry:
             raise ProtocolError(ErrorCode.NOT_READY, "draining")
         self._expire(now_s)
         if idempotency_key is not None and idempotency_key in self._answers:
-            return self._answers[idempotency_key][1]
+            answer = self._answers[idempotency_key][1]
+            if answer.session.state is not _S.CLOSED:
+                return answer
         if request.resume is not None:
             admission = self._resume(request.resume, now_s)
         elif request.role == "viewer":
@@ -251,17 +271,21 @@ class Registry:
         old = session.state
         if old is _S.GRACE and event in (Event.FIRST_FRAME, Event.RESTART):
             # Nobody looks, but the world warmed up (or the worker died) behind the scenes.
-            is_warm = event is Event.FIRST_FRAME
-            session.before_grace = _S.READY if is_warm else _S.WARMING
+            self._pass_in_grace(session, event)
             return True
         new = TRANSITIONS.get((old, event))
         if new is None:
             self.illegal_count += 1
+            log.error("illegal_change", state=str(old), change=str(event), reason=reason)
             return False
         if event is Event.LOST:
             session.before_grace = old
-        if event is Event.RETURN and session.before_grace is not None:
+        elif event is Event.RETURN and session.before_grace is not None:
             new, session.before_grace = session.before_grace, None
+        elif event is Event.RESTART and old in (_S.RUNNING, _S.PAUSED):
+            session.before_restart = old
+        elif event is Event.FIRST_FRAME and session.before_restart is not None:
+            new, session.before_restart = session.before_restart, None
         session.state, session.reason, session.since_s = new, reason, now_s
         if code is not None:
             session.last_error = code
@@ -280,15 +304,17 @@ class Registry:
     def connected(self, session: Session, now_s: float) -> None:
         """The player's socket said hello."""
         session.gone_since_s = None
+        session.said_bye = False
         session.last_input_s = now_s
         if session.state is _S.GRACE:
             self.transition(session, Event.RETURN, "reconnected", now_s)
 
-    def lost(self, session: Session, now_s: float) -> None:
-        """The player's socket closed without a bye."""
+    def lost(self, session: Session, now_s: float, *, said_bye: bool = False) -> None:
+        """The player's socket closed; with a bye the place is kept for a reload only."""
         if session.state is _S.CLOSED:
             return
         session.gone_since_s = now_s
+        session.said_bye = said_bye
         if session.state in _LIVE:
             self.transition(session, Event.LOST, "connection lost", now_s)
 
@@ -310,13 +336,21 @@ class Registry:
             ended = self._overdue(session, now_s, is_loaded=is_loaded)
             if ended is not None:
                 code, reason = ended
-                event = Event.FAIL if code is ErrorCode.WARMUP_TIMEOUT else Event.CLOSE
+                event = _EVENT_AT_END.get(code, Event.CLOSE)
+                if session.state in (_S.DRAINING, _S.FAILED):
+                    event = Event.CLOSE
                 self.transition(session, event, reason, now_s, code)
             elif (
                 session.state is _S.RUNNING
                 and now_s - session.last_input_s > self._settings.idle_pause_s
             ):
                 self.transition(session, Event.PAUSE, "idle", now_s)
+
+    def drain(self, code: ErrorCode, reason: str, now_s: float) -> None:
+        """End every session that holds a slot, after what is made already was shown."""
+        for session in self:
+            if session.holds_slot and session.state not in (_S.DRAINING, _S.FAILED):
+                self.transition(session, Event.DRAIN, reason, now_s, code)
 
     def warm_up_begins(self, session: Session, now_s: float) -> None:
         """The worker is loaded: only from now on counts the time of WARMING."""
@@ -333,11 +367,27 @@ class Registry:
 
     # ---- inside
 
+    @staticmethod
+    def _pass_in_grace(session: Session, event: Event) -> None:
+        if event is Event.FIRST_FRAME:
+            session.before_grace = session.before_restart or _S.READY
+            session.before_restart = None
+            return
+        if session.before_grace in (_S.RUNNING, _S.PAUSED):
+            session.before_restart = session.before_grace
+        session.before_grace = _S.WARMING
+
+    def _patience_s(self, session: Session) -> float:
+        """How long a player who is gone may be."""
+        queued = session.state is _S.QUEUED
+        patience_s = self._settings.queue_gone_s if queued else self._settings.grace_s
+        return min(patience_s, self._settings.bye_grace_s) if session.said_bye else patience_s
+
     def _left_s(self, session: Session, typical_s: float, now_s: float) -> float:
         """Time until a session that holds a slot is likely to end."""
         left_s = (now_s if session.started_s is None else session.started_s) + typical_s - now_s
         if session.state is _S.GRACE and session.gone_since_s is not None:
-            left_s = min(left_s, session.gone_since_s + self._settings.grace_s - now_s)
+            left_s = min(left_s, session.gone_since_s + self._patience_s(session) - now_s)
         return max(0.0, left_s)
 
     def _overdue(
@@ -347,7 +397,7 @@ class Registry:
         held_s = now_s - session.since_s
         gone_s = 0.0 if session.gone_since_s is None else now_s - session.gone_since_s
         if state is _S.QUEUED:
-            if gone_s > settings.queue_gone_s:
+            if gone_s > self._patience_s(session):
                 return ErrorCode.GONE, "left the queue"
             if held_s > settings.queue_s:
                 return ErrorCode.QUEUE_FULL, "waited too long"
@@ -355,8 +405,9 @@ class Registry:
         if state is _S.CLOSED or not session.holds_slot:
             return None
         if state in (_S.DRAINING, _S.FAILED):
-            return (session.last_error or ErrorCode.INTERNAL, "drained") if held_s > 5.0 else None
-        if gone_s > settings.grace_s:
+            code = session.last_error or ErrorCode.INTERNAL
+            return (code, "drained") if held_s > DRAIN_S else None
+        if gone_s > self._patience_s(session):
             return ErrorCode.GONE, "did not come back"
         if session.started_s is not None and now_s - session.started_s > settings.max_duration_s:
             return ErrorCode.MAX_DURATION, "longest duration"
@@ -459,9 +510,8 @@ class Registry:
     def _expire(self, now_s: float) -> None:
         self._tickets = {key: t for key, t in self._tickets.items() if t.expires_s > now_s}
         self._answers = {key: a for key, a in self._answers.items() if a[0] > now_s}
-        kept_s = 600.0
         self._sessions = {
             key: session
             for key, session in self._sessions.items()
-            if session.state is not _S.CLOSED or now_s - session.since_s < kept_s
+            if session.state is not _S.CLOSED or now_s - session.since_s < REMEMBERED_S
         }

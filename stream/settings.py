@@ -66,6 +66,9 @@ class ServerSettings(BaseSettings):
     hb_ms: Annotated[int, Field(ge=200, le=10_000)] = 2_000
     dead_s: Annotated[float, Field(ge=1, le=60)] = 10.0
     grace_s: Annotated[float, Field(ge=0, le=600)] = 30.0
+    """How long the place of a player whose socket was lost is kept."""
+    bye_grace_s: Annotated[float, Field(ge=0, le=600)] = 4.0
+    """The same after a bye: long enough to load the page anew."""
     idle_pause_s: Annotated[float, Field(ge=1, le=86_400)] = 60.0
     idle_ready_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0
     idle_paused_s: Annotated[float, Field(ge=1, le=86_400)] = 300.0

@@ -128,11 +128,9 @@ class Socket:
         if self._closing is None:
             self._closing = (1000, "")
             self._wake.set()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._writer), CLOSE_LIMIT_S)
+        await asyncio.wait((self._writer,), timeout=CLOSE_LIMIT_S)
         self._writer.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._writer
+        await asyncio.wait((self._writer,), timeout=CLOSE_LIMIT_S)
 
     def _flooded(self, now_s: float) -> None:
         """One strike a second at most: a burst is one offence, however many messages it has."""

@@ -62,6 +62,8 @@ class WatchdogLimits:
     backoff_last_s: float = 30.0
     deaths_of_a_session: int = 3
     """Without a chunk in between; then the session is given up."""
+    deaths_while_loading: int = 5
+    """In a row; then the worker is given up."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,8 +114,9 @@ class WorkerHandle:
         self._ending_id: str | None = None
         """Session that the worker was told to end and has not ended yet."""
         self._waiting: list[Command] = []
-        """Commands that no worker has taken: sent before it was ready, or not yet answered."""
+        """Commands that no worker has answered yet; pauses are part of the session's own."""
         self._backoff_s = self._limits.backoff_first_s
+        self._loading_death_count = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._is_lost = False
@@ -159,7 +162,7 @@ class WorkerHandle:
                 self._write(command)
             return
         self._note_pause(command)
-        if self.info is None or isinstance(command, SetPrompt | Reset | StepOnce):
+        if isinstance(command, SetPrompt | Reset | StepOnce):
             self._waiting.append(command)
         if self.info is not None:
             self._write(command)
@@ -206,17 +209,25 @@ class WorkerHandle:
             name="worldstream-worker",
             daemon=True,
         )
-        await asyncio.to_thread(process.start)
-        theirs.close()
+        starting = asyncio.ensure_future(asyncio.to_thread(process.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread goes on: whoever closes must find the process that it starts.
+            await starting
+            self._process = process
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._process, self._connection = process, ours
         self._heard_s = time.monotonic()
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
 
     def _receive(self) -> None:
-        """Take what the pipe holds."""
-        assert self._connection is not None
+        """Take what the pipe holds; a report may part us from the worker."""
         try:
-            while self._connection.poll():
+            while self._connection is not None and self._connection.poll():
                 self._note(self._connection.recv())
         except (EOFError, OSError):
             self._lose(FailureCode.WORKER_DIED, "the worker process ended")
@@ -230,6 +241,7 @@ class WorkerHandle:
                 self.loading = report
             case Ready():
                 self.info, self.loading = report, None
+                self._loading_death_count = 0
                 self._go_on()
             case SessionStarted() if session is not None:
                 session.trace, self.loading = report.trace, None
@@ -293,18 +305,24 @@ class WorkerHandle:
             self._write(session.next_prompt[1])
         for waiting in self._waiting:
             self._write(waiting)
-        # Only what is answered stays until the answer; pauses are part of the session's command.
-        self._waiting = [c for c in self._waiting if isinstance(c, SetPrompt | Reset | StepOnce)]
 
     def _lose(self, code: FailureCode, detail: str) -> None:
         """Part from a worker that is dead or stuck; another one takes over."""
         if self._connection is None:
             return
         self._disconnect()
-        self.info = None
+        was_loading, self.info = self.info is None, None
         if self._is_closed:
             return
         self._report_ended()
+        self._loading_death_count += was_loading
+        if self._loading_death_count >= self._limits.deaths_while_loading and not self._is_lost:
+            self._is_lost = True
+            count = self._loading_death_count
+            detail = f"{count} deaths before it was ready, the last: {detail}"
+            self._reports.put_nowait(
+                Failed(session_id=None, code=FailureCode.LOAD_FAILED, is_fatal=True, detail=detail)
+            )
         if self._is_lost:
             self._spawn_task(self._end_lost())
             return
@@ -316,7 +334,9 @@ class WorkerHandle:
         )
         if session is not None:
             session.death_count += 1
-            if session.death_count >= self._limits.deaths_of_a_session:
+            # A chunk that never ends would not end the next time: the same input makes it again.
+            is_hopeless = code is FailureCode.GEN_TIMEOUT
+            if is_hopeless or session.death_count >= self._limits.deaths_of_a_session:
                 self._session = None
                 self._waiting.clear()
                 self._reports.put_nowait(SessionEnded(session_id=session.command.session_id))
@@ -325,10 +345,14 @@ class WorkerHandle:
     async def _restart(self) -> None:
         await self._reap()
         self.ring.recover()
-        await asyncio.sleep(self._backoff_s)
-        self._backoff_s = min(2.0 * self._backoff_s, self._limits.backoff_last_s)
-        self.restart_count += 1
-        await self._spawn()
+        while self._connection is None:
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2.0 * self._backoff_s, self._limits.backoff_last_s)
+            self.restart_count += 1
+            try:
+                await self._spawn()
+            except OSError as error:  # no memory or no process left: perhaps later
+                _log.error("worker_not_started detail=%s", error)
 
     async def _end_lost(self) -> None:
         await self._reap()
@@ -356,6 +380,8 @@ class WorkerHandle:
         """Look after the heartbeat once a second."""
         while True:
             await asyncio.sleep(1.0)
+            # Its heartbeats may be lying in the pipe while this process had no time to read them.
+            self._receive()
             is_loading = self.info is None or self.loading is not None
             limit_s = self._limits.heartbeat_s
             if is_loading:

@@ -11,7 +11,8 @@ import asyncio
 import secrets
 import sys
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -21,6 +22,8 @@ from stream.error_codes import ErrorCode, ProtocolError
 CONTENT_TYPES = ("image/jpeg", "image/png", "image/webp")
 LIFE_S = 3_600.0
 PER_CLIENT = 64
+WAITING_LIMIT = 8
+"""Uploads that wait for a process to decode them; each holds its bytes."""
 DECODE_LIMIT_S = 5.0
 MEMORY_LIMIT_BYTES = 2**30
 SIDE_LIMIT_PX = 4_096
@@ -51,6 +54,7 @@ class ImageStore:
         self._folder = folder
         self._size_px = (width_px, height_px)
         self._images: dict[str, _Image] = {}
+        self._arriving: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(parallel)
 
     async def add(self, data: bytes, *, client: str) -> str:
@@ -61,27 +65,37 @@ class ImageStore:
         """
         now_s = time.monotonic()
         self._expire(now_s)
-        if sum(image.client == client for image in self._images.values()) >= PER_CLIENT:
+        kept = sum(image.client == client for image in self._images.values())
+        if kept + self._arriving[client] >= PER_CLIENT:
             raise ProtocolError(ErrorCode.RATE_LIMIT, "images of this client", retry_ms=60_000)
+        if self._arriving.total() >= WAITING_LIMIT:
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "uploads at a time", retry_ms=2_000)
         if not data.startswith(_MAGIC):
             raise ProtocolError(ErrorCode.BAD_IMAGE, "no JPEG, PNG or WebP")
         image_id = secrets.token_urlsafe(12)
         path = self._folder / f"{image_id}.png"
-        async with self._slots:
-            await self._decode(data, path)
+        self._arriving[client] += 1
+        try:
+            async with self._slots:
+                await self._decode(data, path)
+        finally:
+            self._arriving[client] -= 1
+            self._arriving += Counter()  # drops what is at zero
         self._images[image_id] = _Image(path=path, client=client, expires_s=now_s + LIFE_S)
         return image_id
 
     def path(self, image_id: str) -> Path:
-        """Return the file of a picture.
+        """Return the file of a picture, which is kept for another hour.
 
         Raises:
             ProtocolError: BAD_IMAGE for an unknown or expired id.
         """
-        self._expire(time.monotonic())
+        now_s = time.monotonic()
+        self._expire(now_s)
         image = self._images.get(image_id)
         if image is None:
             raise ProtocolError(ErrorCode.BAD_IMAGE, "unknown image_id")
+        self._images[image_id] = replace(image, expires_s=now_s + LIFE_S)
         return image.path
 
     async def _decode(self, data: bytes, path: Path) -> None:
@@ -100,8 +114,9 @@ class ImageStore:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+            if process.returncode != 0:
+                path.unlink(missing_ok=True)
         if process.returncode != 0:
-            path.unlink(missing_ok=True)
             detail = message.decode(errors="replace").strip().splitlines()[-1:]
             raise ProtocolError(ErrorCode.BAD_IMAGE, " ".join(detail)[:200])
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from stream import protocol as p
 from stream.limits import TokenBucket
 from stream.media_events import MediaSettings
 from stream.metrics import Metrics
+from stream.session_files import SessionFiles
 from stream.sessions import Registry, Role
 from stream.settings import ServerSettings
 from stream.sockets import Socket
@@ -41,6 +41,8 @@ class Viewer:
     offers: TokenBucket = field(
         default_factory=lambda: TokenBucket(per_s=1.0 / OFFER_EVERY_S, burst=3.0)
     )
+    acts: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=70.0, burst=120.0))
+    commands: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=10.0, burst=20.0))
     keyframes: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=2.0, burst=2.0))
     was_told_not_controller: bool = False
     has_left: bool = False
@@ -61,6 +63,6 @@ class Surroundings:
     media: MediaSettings
     video: p.VideoInfo
     limits: p.Limits
-    recordings: Path
+    files: SessionFiles
     start_from: Callable[[str | None, str | None], StartFrom]
     """(scene, image_id) -> first picture; raises ProtocolError for one that is unknown."""

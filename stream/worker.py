@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -159,7 +159,10 @@ class Worker:
     def _load(self) -> bool:
         try:
             self._warm_up()
-        except (WorldStreamError, OSError, MemoryError) as error:
+        # Libraries and drivers raise what they like; the operator has to hear of it.
+        except Exception as error:
+            if not isinstance(error, WorldStreamError | OSError | MemoryError):
+                _log.exception("load_failed")
             self._report_failure(FailureCode.LOAD_FAILED, error, is_fatal=True)
             return False
         return True
@@ -212,10 +215,13 @@ class Worker:
     def _turn(self) -> None:
         """Commands, then a chunk if it is time for one."""
         for command, ids in merge_resets(self._inbox.take(self._wait_s())):
-            self._guarded(partial(self._apply, command, ids))
+            # To start a session may mean to load a world, which has a limit of its own.
+            with nullcontext() if isinstance(command, StartSession) else self._busy():
+                self._guarded(partial(self._apply, command, ids))
         if self._is_done.is_set() or self._wait_s() != 0.0:
             return
-        self._guarded(self._make_chunk)
+        with self._busy():
+            self._guarded(self._make_chunk)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Run work for the session; what it raises ends the session, not the worker."""
@@ -387,7 +393,7 @@ class Worker:
         )
         period_s = self._schedule.period_s
         made, wait_s, need_s, first_s, ready_s = 0, 0.0, 0.0, 0.0, 0.0
-        with closing(rollout.step(latched.action)) as portions, self._busy(begin_s):
+        with closing(rollout.step(latched.action)) as portions:
             for frames_THWC in portions:
                 ready_s = time.monotonic() - begin_s - wait_s
                 first_s = first_s or ready_s
@@ -424,9 +430,9 @@ class Worker:
         )
 
     @contextmanager
-    def _busy(self, begin_s: float) -> Iterator[None]:
+    def _busy(self) -> Iterator[None]:
         """Let the heartbeat tell how long this takes."""
-        self._busy_since_s = begin_s
+        self._busy_since_s = time.monotonic()
         try:
             yield
         finally:
@@ -442,7 +448,11 @@ class Worker:
         latch_ms: float,
         offset: int,
     ) -> None:
+        # Waiting for room is no work: a reader that is slow must not look like a stuck model.
+        is_busy, self._busy_since_s = self._busy_since_s is not None, None
         slot = self._ring.write(frame_HWC)
+        if is_busy:
+            self._busy_since_s = time.monotonic()
         meta = FrameMeta(
             frame_id=live.next_frame_id,
             epoch=live.epoch,
@@ -483,7 +493,10 @@ class Worker:
         if live is None:
             return
         if live.rollout is not None:
-            live.rollout.end()
+            try:
+                live.rollout.end()
+            except OSError as error:  # a full disk: the session ends all the same
+                _log.error("trace_not_completed detail=%s", error)
         self._report(SessionEnded(session_id=live.session_id))
 
     def _beat(self) -> None:

@@ -229,7 +229,8 @@ class Heartbeat:
     """Once a second from a thread of its own."""
 
     busy_ms: float
-    """How long the chunk in hand has been under way; 0 between chunks."""
+    """How long the model has been at work since its last frame; 0 between chunks and while the ring
+    is full."""
 
 
 Report = (

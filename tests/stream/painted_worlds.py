@@ -7,6 +7,7 @@ A scripted failure is named in the prompt, so that it crosses the border of the 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -98,3 +99,10 @@ class NoWorlds(PaintedWorlds):
 
     def open(self, start: Start) -> PaintedWorld:
         raise CheckpointError("weights: damaged")
+
+
+class DeadlyWorlds(PaintedWorlds):
+    """Source that takes its process with it, as a machine without memory does."""
+
+    def open(self, start: Start) -> PaintedWorld:
+        os._exit(9)

@@ -35,7 +35,9 @@ def service(shared: Service) -> Iterator[Service]:
     for session in shared.live.registry:
         token = {"Authorization": f"Bearer {session.resume_token}"}
         shared.request("DELETE", f"/v1/sessions/{session.id}", **token)
-    shared.wait(lambda: all(seat.is_free for seat in shared.live._seats), "all seats are free")
+    shared.wait(
+        lambda: all(seat.is_free for seat in shared.live.workers.seats), "all seats are free"
+    )
 
 
 def _png(width_px: int = 64, height_px: int = 48) -> bytes:
@@ -222,6 +224,31 @@ def test_prompt_pause_step_and_resume(service: Service) -> None:
     client.close()
 
 
+def test_viewers_are_told_of_the_world_and_of_each_change(service: Service) -> None:
+    client = Client.hello(service, scene="snow-ruins")
+    client.play()
+    told = [each["world"] for each in client.messages if "world" in each]  # or in the welcome
+    assert (told[-1]["scene"], bool(told[-1]["prompt"])) == ("snow-ruins", True)
+    client.send(t="prompt", id=1, text="a lake")
+    assert client.until("world")["world"]["prompt"] == "a lake"
+    client.close()
+
+
+def test_commands_and_actions_have_their_own_rates(service: Service) -> None:
+    client = Client.hello(service)
+    client.play()
+    for number in range(30):
+        client.send(t="prompt", id=number, text="a lake")
+    assert client.until("err")["code"] == "RATE_LIMIT"
+    for _ in range(140):
+        client.act("KeyW")
+    client.send(t="ping", id=9, ct=1.0)
+    client.until("pong", id=9)
+    text = service.live.metrics_text().decode()
+    assert 'worldstream_drops_total{where="act_rate"}' in text
+    client.close()
+
+
 def test_ten_resets_act_as_one_and_no_older_frame_follows(service: Service) -> None:
     client = Client.hello(service)
     client.play()
@@ -281,6 +308,34 @@ def test_lost_socket_holds_the_world_and_then_gives_it_up(service: Service) -> N
     assert again.made["session_id"] == session_id
     again.close()
     service.wait(lambda: service.state(session_id) == "CLOSED", "the grace ends")
+
+
+def test_page_that_says_bye_may_be_loaded_anew_and_else_gives_up_its_place(
+    service: Service,
+) -> None:
+    client = Client.hello(service)
+    client.play()
+    client.send(t="bye")
+    assert client.close_code() == 1000
+    session_id = client.made["session_id"]
+    assert service.state(session_id) == "GRACE"
+    again = Client.hello(service, service.create(resume=client.made["resume_token"]))
+    again.until("state", state="RUNNING")
+    again.send(t="bye")
+    again.close()
+    service.wait(lambda: service.state(session_id) == "CLOSED", "the place is given up")
+    assert service.live.registry.illegal_count == 0
+
+
+def test_hello_after_the_end_of_the_session_is_told_so(service: Service) -> None:
+    made = service.create()
+    client = Client(service, made)
+    token = {"Authorization": f"Bearer {made['resume_token']}"}
+    path = f"/v1/sessions/{made['session_id']}"
+    assert service.request("DELETE", path, **token)[0] == 204
+    client.send(t="hello", ver=1, viewport=[1, 1])
+    assert client.close_code() == 4410
+    assert service.request("DELETE", path, **token)[0] == 404
 
 
 def test_third_visitor_waits_until_one_of_two_leaves(service: Service) -> None:
@@ -390,7 +445,7 @@ def test_shutdown_tells_viewers_and_ends_in_time() -> None:
     with running() as service:
         client = Client.hello(service)
         client.play()
-        pid = service.live._seats[0].worker.pid
+        pid = service.live.workers.seats[0].worker.pid
         begin_s = time.monotonic()
         service.request("GET", "/healthz")
         service.stop()

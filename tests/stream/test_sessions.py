@@ -147,6 +147,52 @@ def test_world_that_warmed_up_while_nobody_looked_is_ready_on_return() -> None:
     assert session.state is S.READY
 
 
+@pytest.mark.parametrize("state", [S.RUNNING, S.PAUSED])
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "in-grace"])
+def test_session_goes_on_as_before_when_its_worker_is_back(
+    state: SessionState, is_seen: bool
+) -> None:
+    registry = Registry(_settings())
+    session = _playing(registry)
+    session.state = state
+    if not is_seen:
+        registry.lost(session, 1.0)
+    registry.transition(session, Event.RESTART, "", 2.0)
+    registry.transition(session, Event.RESTART, "it died while it loaded", 3.0)
+    registry.transition(session, Event.FIRST_FRAME, "", 4.0)
+    if not is_seen:
+        assert session.state is S.GRACE
+        registry.connected(session, 5.0)
+    assert session.state is state
+
+
+def test_player_who_says_bye_has_time_to_load_the_page_anew_and_no_more() -> None:
+    registry = Registry(_settings(bye_grace_s=4.0))
+    player, waiting = _playing(registry), _create(registry).session
+    registry.connected(waiting, 0.0)
+    for session in (player, waiting):
+        registry.lost(session, 10.0, said_bye=True)
+        registry.tick(13.0)
+        registry.connected(session, 13.5)
+        registry.lost(session, 20.0)
+        registry.tick(25.0)
+        assert session.state in (S.GRACE, S.QUEUED)
+        registry.lost(session, 30.0, said_bye=True)
+        registry.tick(35.0)
+        assert (session.state, session.last_error) == (S.CLOSED, ErrorCode.GONE)
+
+
+def test_drained_sessions_close_soon_and_those_who_wait_stay() -> None:
+    registry = Registry(_settings())
+    player, waiting = _playing(registry), _create(registry).session
+    registry.drain(ErrorCode.NOT_READY, "memory", 1.0)
+    registry.drain(ErrorCode.NOT_READY, "memory", 1.5)
+    assert (player.state, waiting.state) == (S.DRAINING, S.QUEUED)
+    registry.tick(4.0)
+    assert (player.state, player.last_error) == (S.CLOSED, ErrorCode.NOT_READY)
+    assert registry.illegal_count == 0
+
+
 @pytest.mark.parametrize(
     ("state", "after_s", "code"),
     [
@@ -168,8 +214,12 @@ def test_limits_of_time(state: SessionState, after_s: float, code: ErrorCode) ->
     registry.tick(100.0 + after_s - 0.5)
     assert session.state is state
     registry.tick(100.0 + after_s + 0.5)
-    assert session.state in (S.CLOSED, S.FAILED)
+    ended = {ErrorCode.MAX_DURATION: S.DRAINING, ErrorCode.WARMUP_TIMEOUT: S.FAILED}
+    assert session.state is ended.get(code, S.CLOSED)
+    registry.tick(100.0 + after_s + 5.5)
+    assert session.state is S.CLOSED
     assert changes[-1].code is code
+    assert registry.illegal_count == 0
 
 
 def test_player_without_input_is_paused_and_plays_on_with_the_next() -> None:

@@ -36,7 +36,7 @@ from stream.worker_messages import (
     StartSession,
     WorkerConfig,
 )
-from tests.stream.painted_worlds import SPEC, NoWorlds, PaintedWorlds
+from tests.stream.painted_worlds import SPEC, DeadlyWorlds, NoWorlds, PaintedWorlds
 
 pytestmark = pytest.mark.cpu
 
@@ -74,6 +74,9 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def _client(folder: Path, limits: WatchdogLimits = QUICK) -> AsyncIterator[Client]:
+    faults: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: faults.append(context))
     config = WorkerConfig(world=SPEC, trace_folder=folder, fps=200.0, jit_margin_ms=0.0)
     handle = WorkerHandle(config, open_source=PaintedWorlds, limits=limits)
     try:
@@ -81,6 +84,7 @@ async def _client(folder: Path, limits: WatchdogLimits = QUICK) -> AsyncIterator
         yield Client(handle)
     finally:
         await handle.close()
+    assert not faults
 
 
 def test_a_session_goes_on_when_its_worker_dies(tmp_path: Path) -> None:
@@ -126,10 +130,9 @@ def test_a_session_that_ends_while_there_is_no_worker_is_ended(tmp_path: Path) -
     asyncio.run(scenario())
 
 
-def test_a_hanging_chunk_is_found_and_a_poisoned_session_given_up(tmp_path: Path) -> None:
+def test_a_hanging_chunk_is_found_and_its_session_given_up(tmp_path: Path) -> None:
     async def scenario() -> None:
-        limits = WatchdogLimits(backoff_first_s=0.05, chunk_s=1.0, deaths_of_a_session=1)
-        async with _client(tmp_path, limits) as client:
+        async with _client(tmp_path) as client:
             client.start("hang 2")
             failed = await client.wait(Failed)
             assert (failed.session_id, failed.code) == ("s", FailureCode.GEN_TIMEOUT)
@@ -137,6 +140,62 @@ def test_a_hanging_chunk_is_found_and_a_poisoned_session_given_up(tmp_path: Path
             await client.wait(Ready)
             client.start()
             await client.wait(ChunkDone)
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_kills_each_of_its_workers_is_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        limits = WatchdogLimits(backoff_first_s=0.05, deaths_of_a_session=1)
+        async with _client(tmp_path, limits) as client:
+            client.start()
+            await client.wait(ChunkDone)
+            client.kill()
+            assert (await client.wait(SessionEnded)).session_id == "s"
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_dies_while_it_loads_is_given_up_at_last(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        limits = WatchdogLimits(backoff_first_s=0.01, deaths_while_loading=2)
+        config = WorkerConfig(world=SPEC, trace_folder=tmp_path)
+        handle = WorkerHandle(config, open_source=DeadlyWorlds, limits=limits)
+        await handle.start()
+        reports = [report async for report in handle.messages()]
+        fatal = [each for each in reports if isinstance(each, Failed) and each.is_fatal]
+        assert [each.code for each in fatal] == [FailureCode.LOAD_FAILED]
+        assert (handle.pid, handle.restart_count) == (None, 1)
+        await handle.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_is_not_blamed_when_nobody_had_time_to_listen(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with _client(tmp_path, WatchdogLimits(heartbeat_s=1.5)) as client:
+            await client.wait(Ready)
+            time.sleep(3.0)
+            await asyncio.sleep(1.5)
+            assert client.handle.restart_count == 0
+            assert client.handle.is_ready
+
+    asyncio.run(scenario())
+
+
+def test_close_while_the_worker_starts_leaves_no_process(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        handle = WorkerHandle(WorkerConfig(world=SPEC, trace_folder=tmp_path), limits=QUICK)
+        starting = asyncio.create_task(handle.start())
+        await asyncio.sleep(0.01)
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        pid = handle.pid
+        await handle.close()
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
     asyncio.run(scenario())
 

@@ -316,3 +316,15 @@ def test_shutdown_ends_the_worker_in_mid_session(api: Api) -> None:
 def test_the_heartbeat_tells_how_long_a_chunk_takes(api: Api) -> None:
     api.start("slow 2.5")
     assert api.wait(Heartbeat, lambda beat: beat.busy_ms > 1000.0)
+
+
+def test_waiting_for_room_in_the_ring_is_no_work(api: Api) -> None:
+    api.start(is_paused=True)
+    for _ in range(api.ring.capacity - 3):
+        api.ring.handle.free.acquire()
+    api.holds_frames = True
+    api.send(Resume())
+    api.wait(FrameReady, lambda frame: frame.meta.offset == 1)
+    api.wait(Heartbeat)
+    assert api.wait(Heartbeat).busy_ms == 0.0
+    assert api.wait(Heartbeat).busy_ms == 0.0

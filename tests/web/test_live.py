@@ -46,7 +46,9 @@ def service(shared: Service) -> Iterator[Service]:
     for session in shared.live.registry:
         token = {"Authorization": f"Bearer {session.resume_token}"}
         shared.request("DELETE", f"/v1/sessions/{session.id}", **token)
-    shared.wait(lambda: all(seat.is_free for seat in shared.live._seats), "all seats are free")
+    shared.wait(
+        lambda: all(seat.is_free for seat in shared.live.workers.seats), "all seats are free"
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,117 @@
+"""All workers of the service, each with its seat.
+
+Owns their start, their common readiness and progress, their end. Does not own sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from stream.jobs import WorldSpec
+from stream.seat import Seat
+from stream.server_messages import Loading
+from stream.settings import ServerSettings
+from stream.supervisor import WatchdogLimits, WorkerHandle
+from stream.worker_messages import WorkerConfig
+from stream.world_source import OpenSource
+
+FPS = 24.0
+
+
+class Workers:
+    """The workers.
+
+    Args:
+        settings: what the operator chose.
+        spec: the world that they serve.
+        open_source: makes the worlds, in the worker.
+        limits: of the watchdogs.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        spec: WorldSpec,
+        *,
+        open_source: OpenSource,
+        limits: WatchdogLimits | None,
+    ) -> None:
+        self._settings = settings
+        self._spec = spec
+        self._open_source = open_source
+        self._limits = limits
+        self.seats: list[Seat] = []
+
+    async def start(
+        self,
+        records: Path,
+        *,
+        on_ready: Callable[[WorkerHandle], None],
+        on_free: Callable[[], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Start every process; returns before anything is loaded.
+
+        Args:
+            records: folder of the traces.
+            on_ready: a worker is loaded.
+            on_free: a seat may be given away.
+            on_lost: a worker cannot run at all; with the reason, for the log.
+        """
+        for _ in range(self._settings.max_sessions):
+            worker = WorkerHandle(
+                self._config(records), open_source=self._open_source, limits=self._limits
+            )
+            seat = Seat(worker, on_ready=on_ready, on_free=on_free, on_lost=on_lost)
+            self.seats.append(seat)
+            await worker.start()
+
+    async def close(self) -> None:
+        """End every worker, at the same time."""
+        await asyncio.gather(*(seat.worker.close() for seat in self.seats))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every worker is loaded, warmed up and alive."""
+        return bool(self.seats) and all(seat.worker.is_ready for seat in self.seats)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether every worker is loaded, or was when it was heard of last."""
+        return all(seat.worker.info is not None for seat in self.seats)
+
+    @property
+    def loading(self) -> Loading | None:
+        """Progress of the worker that is furthest behind, or None."""
+        behind = [seat.worker for seat in self.seats if seat.worker.info is None]
+        found = [worker.loading for worker in behind if worker.loading is not None]
+        if not behind:
+            return None
+        if not found:
+            return Loading(stage="starting", percent=0.0, seconds=0.0)
+        slowest = min(found, key=lambda loading: loading.percent)
+        return Loading(stage=slowest.stage, percent=slowest.percent, seconds=slowest.seconds)
+
+    @property
+    def free_seats(self) -> list[Seat]:
+        """Seats that a session may take."""
+        return [seat for seat in self.seats if seat.is_free]
+
+    @property
+    def frames_in_rings(self) -> int:
+        """Frames that wait or are being shown."""
+        return sum(seat.worker.ring.taken_count for seat in self.seats)
+
+    def _config(self, records: Path) -> WorkerConfig:
+        settings = self._settings
+        return WorkerConfig(
+            world=self._spec,
+            trace_folder=records,
+            warm_up_scene=settings.scene,
+            fps=FPS,
+            jit_margin_ms=settings.jit_margin_ms,
+            stale_ms=settings.key_stale_ms,
+            thread_count=settings.threads,
+        )
