@@ -6,6 +6,7 @@ went wrong in detail is in the log under the id that the answer names.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
@@ -142,11 +143,14 @@ def _add_sessions(app: FastAPI, live: Live) -> None:
         """End a session; `Authorization: Bearer` with its resume token or the access token."""
         live.end(session_id, request.headers)
 
-    @app.get("/v1/sessions/{session_id}/trace.jsonl", response_class=FileResponse)
-    async def trace(session_id: str, request: Request) -> FileResponse:
+    @app.get("/v1/sessions/{session_id}/trace.jsonl", response_class=Response)
+    async def trace(session_id: str, request: Request) -> Response:
         """Return the trace of the newest epoch; it replays offline. Same right as DELETE."""
         path = live.trace(session_id, request.headers)
-        return FileResponse(path, media_type="application/jsonl", filename=path.name)
+        # It grows while it is sent; read at once, its length is true.
+        content = await asyncio.to_thread(path.read_bytes)
+        named = {"Content-Disposition": f'attachment; filename="{path.name}"'}
+        return Response(content, media_type="application/jsonl", headers=named)
 
     @app.get("/v1/sessions/{session_id}/picture.png", response_class=FileResponse)
     async def picture(session_id: str, request: Request) -> FileResponse:

@@ -277,9 +277,7 @@ class Worker:
                 live.prompt = live.prompt if command.prompt is None else command.prompt
                 live.seed = live.seed if command.seed is None else command.seed
                 live.epoch += 1
-                self._begin_rollout(live)
-                for number in ids:
-                    self._report(Applied(id=number, epoch=live.epoch, chunk=0))
+                self._begin_rollout(live, ids)
             case SetPrompt():
                 assert live.rollout is not None
                 live.rollout.switch_prompt(command.prompt)
@@ -312,10 +310,13 @@ class Worker:
         else:
             self._restore(self._live, command)
 
-    def _begin_rollout(self, live: _Live) -> None:
-        """Show the first picture of a new epoch."""
+    def _begin_rollout(self, live: _Live, ids: tuple[int, ...] = ()) -> None:
+        """Answer the commands that ask for a new epoch, and show its first picture."""
         rollout = self._new_rollout(live)
         self._report_start(live, rollout)
+        # Before the picture, which the next reset may cut off.
+        for number in ids:
+            self._report(Applied(id=number, epoch=live.epoch, chunk=0))
         self._show(live, self._first_picture(live.start))
 
     def _restore(self, live: _Live, command: StartSession) -> None:

@@ -11,6 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+    from tests.stream.live_service import Service
+
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -50,3 +52,32 @@ def page(browser: Browser) -> Iterator[Page]:
     yield page
     context.close()
     assert errors == []
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Service]:
+    """A service for tests that leave it empty; it takes pictures, as one with a model does."""
+    pytest.importorskip("fastapi")
+    from tests.stream.live_service import running
+
+    with running(renderer=False, grace_s=2.0) as service:
+        yield service
+
+
+@pytest.fixture
+def service(shared: Service) -> Iterator[Service]:
+    """The shared service, empty before and after."""
+    yield shared
+    for session in shared.live.registry:
+        token = {"Authorization": f"Bearer {session.resume_token}"}
+        shared.request("DELETE", f"/v1/sessions/{session.id}", **token)
+    registry = shared.live.registry
+    shared.wait(lambda: not any(each.holds_slot for each in registry), "all sessions have ended")
+
+
+@pytest.fixture
+def other(browser: Browser) -> Iterator[Page]:
+    """Page of another browser."""
+    context = browser.new_context()
+    yield context.new_page()
+    context.close()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
@@ -14,12 +13,21 @@ from PIL import Image
 pytest.importorskip("playwright.sync_api")
 pytest.importorskip("fastapi")
 
-from stream.protocol import SessionState
-from stream.sessions import Session
 from tests.stream.live_service import Service, running
+from tests.web.live_page import (
+    PICTURE_LIMIT_MS,
+    open_sessions,
+    painted,
+    play,
+    play_painted,
+    see,
+    until,
+    wait_for_notice,
+    wait_for_words,
+)
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Download, Page
+    from playwright.sync_api import Download, Page
 
 pytestmark = [
     pytest.mark.cpu,
@@ -27,86 +35,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-PICTURE_LIMIT_MS = 20_000
 BLOCKED_UDP = "RTCPeerConnection.prototype.setRemoteDescription = () => new Promise(() => {});"
 """Nothing that the server offers is ever connected to."""
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Service]:
-    """A service for tests that leave it empty; it takes pictures, as one with a model does."""
-    with running(renderer=False, grace_s=2.0) as service:
-        yield service
-
-
-@pytest.fixture
-def service(shared: Service) -> Iterator[Service]:
-    """The shared service, empty before and after."""
-    yield shared
-    for session in shared.live.registry:
-        token = {"Authorization": f"Bearer {session.resume_token}"}
-        shared.request("DELETE", f"/v1/sessions/{session.id}", **token)
-    shared.wait(
-        lambda: all(seat.is_free for seat in shared.live.workers.seats), "all seats are free"
-    )
-
-
-@pytest.fixture
-def other(browser: Browser) -> Iterator[Page]:
-    """Page of another browser."""
-    context = browser.new_context()
-    yield context.new_page()
-    context.close()
-
-
-def until(condition: Callable[[], Any], limit_s: float = 30.0) -> Any:
-    """Wait for a true value; fails with the last one."""
-    deadline_s = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, f"still {value!r} after {limit_s} s"
-        time.sleep(0.05)
-    return value
-
-
-def open_sessions(service: Service) -> list[Session]:
-    return [each for each in service.live.registry if each.state is not SessionState.CLOSED]
-
-
-def see(page: Page, service: Service, query: str = "") -> None:
-    """Open the page and wait for the first picture."""
-    page.goto(f"{service.base}/{query}")
-    page.wait_for_selector("#overlay[data-picture=yes]", state="attached", timeout=PICTURE_LIMIT_MS)
-    page.wait_for_selector("body[data-state=READY]")
-
-
-def play(page: Page, service: Service, query: str = "") -> None:
-    """Open the page and begin to walk."""
-    see(page, service, query)
-    page.keyboard.press("KeyW")
-    page.wait_for_selector("body[data-state=RUNNING]")
-
-
-def wait_for_words(page: Page, words: str) -> None:
-    page.locator("#headline", has_text=words).wait_for(timeout=PICTURE_LIMIT_MS)
-
-
-def wait_for_notice(page: Page, words: str) -> None:
-    page.locator("#notice", has_text=words).wait_for(timeout=PICTURE_LIMIT_MS)
-
-
-def play_painted(page: Page, service: Service) -> None:
-    """Begin to walk, and wait until the first picture, which is a real one, has given way."""
-    play(page, service, "?transport=jpeg")
-    until(lambda: painted(page)[0] < 60)
-
-
-def painted(page: Page) -> tuple[int, int]:
-    """What the canvas shows: (chunk, walk so far), as red and blue."""
-    red, _, blue, _ = page.evaluate(
-        "() => { const context = document.getElementById('canvas').getContext('2d');"
-        " return [...context.getImageData(9, 9, 1, 1).data]; }"
-    )
-    return red, blue
 
 
 @pytest.mark.parametrize("transport", ["webrtc", "webcodecs", "jpeg"])
@@ -124,7 +54,6 @@ def test_visitor_sees_the_world_walks_and_reads_the_latency(
 def test_world_walks_while_a_key_is_held_and_stops_on_blur(page: Page, service: Service) -> None:
     play_painted(page, service)
     page.keyboard.down("KeyW")
-    until(lambda: painted(page)[1] < 200)  # the first picture, of a scene, is bluer
     begin = painted(page)[1]
     until(lambda: painted(page)[1] > begin + 20)
     page.evaluate("() => dispatchEvent(new Event('blur'))")
