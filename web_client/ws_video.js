@@ -54,6 +54,8 @@ export class WsVideo {
     this.decoder = null;
     /** @type {Map<number, Packet>} */
     this.decoding = new Map();
+    /** What the next picture of the screen will show. @type {Packet | null} */
+    this.drawn = null;
     this.needsKey = true;
     this.dropped = 0;
     this.errors = 0;
@@ -138,7 +140,15 @@ export class WsVideo {
     }
     this.context.drawImage(image, 0, 0, canvas.width, canvas.height);
     this.options.send({ t: "ack", frame: packet.frame, drawn_ct: nowMs() });
-    requestAnimationFrame(() => this.isClosed || this.options.onFrame(packet));
+    if (this.drawn) this.dropped += 1; // painted over before the screen had it
+    else requestAnimationFrame(() => this.onScreen());
+    this.drawn = packet;
+  }
+
+  onScreen() {
+    const { drawn } = this;
+    this.drawn = null;
+    if (drawn && !this.isClosed) this.options.onFrame(drawn);
   }
 
   /** @param {Packet} packet */

@@ -46,7 +46,7 @@ def test_page_knows_which_frame_and_which_action_it_shows(
     # The picture may have moved on by one between its callback and the reading of its pixels.
     assert all(0 <= each.burned_id - each.frame_id <= 1 for each in frames), frames
     exact = [each for each in frames if each.burned_id == each.frame_id]
-    assert len(exact) >= 0.9 * len(frames)
+    assert len(exact) >= 0.8 * len(frames)
     assert [each.act_seq for each in exact] == [each.burned_seq for each in exact]
     assert len({each.act_seq for each in exact}) > 1
 
