@@ -10,11 +10,13 @@ export const KEY_CODES = [
   "KeyW", "KeyA", "KeyS", "KeyD", "ArrowUp", "ArrowLeft", "ArrowDown", "ArrowRight", "ShiftLeft",
 ];
 const REFRESH_MS = 50;
-const MOTION_MS = 1000 / 60;
+/** Motion and refreshes together stay below the 70 snapshots a second that a session takes. */
+const MOTION_MS = 25;
 const EDGE_LIFE_MS = 500;
 
 /** @typedef {import("./protocol.d.ts").Act} Act */
 /** @typedef {[number, number, number, number]} Axes walk x, y, look x, y */
+/** @typedef {"edge" | "motion" | "refresh"} Cause why a snapshot is sent */
 
 /** Now on the page's wall clock, in ms: comparable with `event.timeStamp` made absolute. */
 export const nowMs = () => performance.timeOrigin + performance.now();
@@ -27,7 +29,7 @@ const isEditable = (target) =>
 export class Input {
   /**
    * @param {HTMLElement} stage what takes the mouse by pointer lock
-   * @param {{send: (act: Act) => void, onHeld: (held: ReadonlySet<string>) => void,
+   * @param {{send: (act: Act, cause: Cause) => void, onHeld: (held: ReadonlySet<string>) => void,
    *   onEdge: (seq: number, atMs: number) => void, readPad: () => Axes}} hooks
    */
   constructor(stage, hooks) {
@@ -46,6 +48,7 @@ export class Input {
     this.pad = [0, 0, 0, 0];
     this.sentMotion = this.motion();
     this.sentAtMs = 0;
+    this.refreshedAtMs = 0;
     this.listen();
     this.tick = this.tick.bind(this);
     requestAnimationFrame(this.tick);
@@ -102,7 +105,7 @@ export class Input {
     const atMs = performance.timeOrigin + event.timeStamp;
     this.edges.push([++this.edgeId, event.code, isDown ? 1 : 0, atMs]);
     this.hooks.onHeld(this.held);
-    this.send();
+    this.send("edge");
     this.hooks.onEdge(this.seq, atMs);
   }
 
@@ -114,7 +117,7 @@ export class Input {
     this.pad = [0, 0, 0, 0];
     if (!wasActive) return;
     this.hooks.onHeld(this.held);
-    this.send();
+    this.send("edge");
   }
 
   /** Once a picture of the screen: motion of mouse, sticks and gamepad. */
@@ -126,7 +129,8 @@ export class Input {
     const isStart = wasStill && this.pad.some(Boolean);
     if (isStart) this.sentAtMs = 0;
     if (this.motion() === this.sentMotion || nowMs() - this.sentAtMs < MOTION_MS - 2) return;
-    this.send();
+    // A stick that is let go ends like a key: this message must not be lost.
+    this.send(isStart || !this.pad.some(Boolean) !== wasStill ? "edge" : "motion");
     if (isStart) this.hooks.onEdge(this.seq, nowMs());
   }
 
@@ -136,19 +140,19 @@ export class Input {
 
   refresh() {
     if (!this.isEnabled || (!this.held.size && !this.pad.some(Boolean))) return;
-    if (nowMs() - this.sentAtMs >= REFRESH_MS - 5) this.send();
+    if (nowMs() - this.refreshedAtMs >= REFRESH_MS - 5) this.send("refresh");
   }
 
-  send() {
+  /** @param {Cause} cause */
+  send(cause) {
     if (!this.isEnabled) return;
     const ct = nowMs();
+    if (cause !== "motion") this.refreshedAtMs = ct;
     this.edges = this.edges.filter(([, , , atMs]) => ct - atMs <= EDGE_LIFE_MS).slice(-32);
     this.seq += 1;
     this.sentAtMs = ct;
     this.sentMotion = this.motion();
-    this.hooks.send({
-      t: "act", seq: this.seq, ct, keys: [...this.held], look: this.look, pad: this.pad,
-      edges: this.edges,
-    });
+    const { seq, look, pad, edges } = this;
+    this.hooks.send({ t: "act", seq, ct, keys: [...this.held], look, pad, edges }, cause);
   }
 }

@@ -50,7 +50,11 @@ const connection = new Connection({
 const send = (/** @type {import("./protocol.d.ts").ClientMessage} */ message) => connection.send(message);
 const hud = new Hud(latency, { send, dropped: () => video.dropped });
 const input = new Input(element("stage"), {
-  send: (act) => connection.sendFresh(act),
+  send: (act, cause) => {
+    // Edges go both ways, motion the quick one, refreshes the sure one; the server takes the newest.
+    const isSent = cause !== "refresh" && video.sendAct(act);
+    if (cause !== "motion" || !isSent) connection.sendFresh(act);
+  },
   onHeld: (held) => hud.showKeys(held),
   onEdge: (seq, atMs) => latency.onAction(seq, atMs),
   readPad: () => pads.read(),
@@ -176,6 +180,7 @@ function onTrouble(message) {
   if (message.t === "err" && message.fatal) error = message.msg;
   controls.notice(message.msg);
   if (message.code === "SLOW") setSlow(true);
+  if (message.code === "RENEGOTIATE") video.renegotiate();
   if (["NOT_READY", "RATE_LIMIT"].includes(message.code)) video.onRefused(message.retry_ms ?? 1000);
   if (message.code.startsWith("RTC_")) video.onRtcError();
   showState();

@@ -145,6 +145,11 @@ export class Video {
     this.ws?.push(buffer);
   }
 
+  /** Second path for actions. @param {import("./protocol.d.ts").Act} act @returns {boolean} */
+  sendAct(act) {
+    return this.rtc?.sendAct(act) ?? false;
+  }
+
   /** @param {import("./protocol.d.ts").RtcAnswer} answer */
   onAnswer(answer) {
     if (answer.gen === this.gen) this.rtc?.answer(answer.sdp).catch(() => this.fall("failed"));

@@ -1,5 +1,5 @@
 /**
- * One WebRTC connection that receives the video.
+ * One WebRTC connection that receives the video, with a channel for actions.
  *
  * Owns one `RTCPeerConnection` under its generation number, and how long pictures are held against
  * jitter. Invariant: messages of other generations are not for it.
@@ -13,6 +13,18 @@ const ROUGH_MS = 30;
 const SMOOTH_MS = 15;
 const HOLD_MS = [50, 100];
 const hasFrameCallbacks = "requestVideoFrameCallback" in HTMLVideoElement.prototype;
+
+/**
+ * Whether this browser will not reach any address of the answer. Firefox pairs no loopback address of
+ * the other side with its own, which it takes from the network: there is no need to wait for that.
+ *
+ * @param {string} sdp
+ */
+function isHopeless(sdp) {
+  const addresses = [...sdp.matchAll(/^a=candidate:(?:\S+ ){4}(\S+) /gm)].map((match) => match[1]);
+  const areLoopback = addresses.every((address) => address.startsWith("127.") || address === "::1");
+  return navigator.userAgent.includes("Firefox/") && addresses.length > 0 && areLoopback;
+}
 
 export class RtcVideo {
   /**
@@ -35,6 +47,7 @@ export class RtcVideo {
       bundlePolicy: "max-bundle",
       iceTransportPolicy: options.isRelay ? "relay" : "all",
     });
+    this.channel = this.peer.createDataChannel("act", { ordered: false, maxRetransmits: 0 });
     this.peer.ontrack = ({ streams, track, receiver }) => {
       this.receiver = receiver;
       this.hold(0);
@@ -52,6 +65,17 @@ export class RtcVideo {
       send({ t: "rtc.state", gen, state: this.peer.connectionState });
       if (this.peer.connectionState === "failed") options.onFailed();
     };
+  }
+
+  /**
+   * Send a snapshot that may be lost; none waits behind another.
+   *
+   * @param {import("./protocol.d.ts").Act} act @returns {boolean} whether the channel took it
+   */
+  sendAct(act) {
+    if (this.channel.readyState !== "open" || this.channel.bufferedAmount) return false;
+    this.channel.send(JSON.stringify(act));
+    return true;
   }
 
   async offer() {
@@ -76,6 +100,7 @@ export class RtcVideo {
   async answer(sdp) {
     if (this.isClosed || this.isAnswered) return;
     this.isAnswered = true;
+    if (isHopeless(sdp)) return this.options.onFailed();
     await this.peer.setRemoteDescription({ type: "answer", sdp });
   }
 

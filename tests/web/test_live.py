@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,21 @@ def test_visitor_sees_the_world_walks_and_reads_the_latency(
     page.keyboard.press("KeyW")
     until(lambda: "p95" in page.inner_text("#hud-latency"))
     assert page.is_hidden("#overlay")
+
+
+def test_actions_come_by_the_data_channel_and_by_the_socket(page: Page, service: Service) -> None:
+    def counts() -> list[float]:
+        text = service.request("GET", "/metrics")[1].decode()
+        found = dict(
+            re.findall(r'worldstream_messages_in_total{type="(act|act.channel)"} (.+)', text)
+        )
+        return [float(found.get(way, 0)) for way in ("act", "act.channel")]
+
+    play(page, service, "?transport=webrtc")
+    before = counts()
+    for key in ("KeyW", "KeyD", "KeyA"):
+        page.keyboard.press(key, delay=60)
+    until(lambda: all(now > old for now, old in zip(counts(), before, strict=True)))
 
 
 def test_world_walks_while_a_key_is_held_and_stops_on_blur(page: Page, service: Service) -> None:
