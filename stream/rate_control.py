@@ -28,7 +28,8 @@ MISSED_SHARE = 0.2
 """A link is tight that had no room for this share of the recent frames."""
 WINDOW_S = 3.0
 """What counts as recent."""
-ESTIMATE_LIFE_S = 10.0
+ESTIMATE_LIFE_S = 2.5
+"""Receivers tell about once a second; one word alone is none that lasts."""
 RETURN_SHARE = 0.7
 """A receiver raises its estimate to 1.5 times what comes in at most: from half the bit rate that is
 0.75 of the whole."""

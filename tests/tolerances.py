@@ -75,3 +75,11 @@ MINI_WALK_GAIN_DB = 4.0
 # Flat colours through the live encoders at a bit rate that they never reach: the rounding of
 # H264_FLAT_COLOUR_LEVELS, and two levels of the coarser quantiser of real-time presets.
 LIVE_FLAT_COLOUR_LEVELS = 6
+
+# Times of the streaming protocol's own limits, times three for a busy test machine.
+LATE_VIEWER_S = 3 * 0.5
+LOSS_RECOVERY_S = 3 * 1.0
+RELAY_FIRST_FRAME_S = 3 * 1.5
+STALLED_READER_AGE_MS = 3 * 100.0
+# Share of frames shown at a given loss of packets.
+LOSSY_LINK_SHARE = {0.01: 0.97, 0.05: 0.85}

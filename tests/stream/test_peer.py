@@ -1,58 +1,26 @@
 """WebRTC peers on 127.0.0.1: answers, codecs, origin of times, bad offers, clean ends."""
 
 import asyncio
+import socket
 
 import numpy as np
 import pytest
-from aiortc import RTCConfiguration, RTCPeerConnection, RTCSessionDescription
-from aiortc.rtp import RtpPacket, unpack_header_extensions
+from aiortc.rtp import (
+    RTCP_PSFB_APP,
+    RtcpPsfbPacket,
+    RtpPacket,
+    pack_remb_fci,
+    unpack_header_extensions,
+)
 from aiortc.sdp import SessionDescription
 
 from stream import aiortc_access
 from stream.peer import CANDIDATE_LIMIT, SDP_LIMIT, IceSettings, OfferError, Peer, PeerEvents
 from stream.rate_control import Feed
 from stream.video_encoder import Codec, EncodedFrame, VideoEncoder
+from tests.stream.rtc_browser import HOSTS, Dropper, RtcBrowser
 
 pytestmark = pytest.mark.cpu
-
-HOSTS = ("127.0.0.1",)
-
-
-class Browser:
-    """The other side: a real peer connection that decodes what it gets."""
-
-    def __init__(self):
-        self.pc = RTCPeerConnection(RTCConfiguration(iceServers=[]))
-        self.frames = []
-        self.has_frame = asyncio.Event()
-        self._transceiver = self.pc.addTransceiver("video", direction="recvonly")
-        self._reader = None
-        self.pc.on("track", self._begin)
-        aiortc_access.bind_candidates(self._transceiver, hosts=HOSTS, ports=None)
-
-    async def offer(self):
-        await self.pc.setLocalDescription(await self.pc.createOffer())
-        return self.pc.localDescription.sdp
-
-    async def accept(self, answer):
-        await self.pc.setRemoteDescription(RTCSessionDescription(answer.sdp, "answer"))
-
-    async def ask_for_keyframe(self):
-        ssrc = SessionDescription.parse(self.pc.remoteDescription.sdp).media[0].ssrc[0].ssrc
-        await self._transceiver.receiver._send_rtcp_pli(ssrc)
-
-    async def close(self):
-        await self.pc.close()
-        if self._reader is not None:
-            await asyncio.gather(self._reader, return_exceptions=True)
-
-    def _begin(self, track):
-        async def read():
-            while True:
-                self.frames.append(await track.recv())
-                self.has_frame.set()
-
-        self._reader = asyncio.ensure_future(read())
 
 
 class Server(PeerEvents):
@@ -108,8 +76,8 @@ class Server(PeerEvents):
         )
 
 
-async def connected(codecs=(Codec.H264, Codec.VP8), **settings):
-    browser, server = Browser(), Server(**settings)
+async def connected(codecs=(Codec.H264, Codec.VP8), *, hosts=HOSTS):
+    browser, server = RtcBrowser(hosts), Server(hosts=hosts)
     answer = await server.peer.answer(await browser.offer(), codecs)
     await browser.accept(answer)
     async with asyncio.timeout(10):
@@ -199,7 +167,7 @@ def test_h264_is_preferred_and_constrained_baseline_first():
 
 def test_playout_delay_is_negotiated_and_sent():
     async def check():
-        browser, server = Browser(), Server(playout_ms=(0, 500))
+        browser, server = RtcBrowser(), Server(playout_ms=(0, 500))
         lines = (await browser.offer()).replace("\r\n", "\n").split("\n")
         at = next(i for i, line in enumerate(lines) if line.startswith("a=extmap:"))
         lines.insert(at, f"a=extmap:9 {aiortc_access.PLAYOUT_DELAY_URI}")
@@ -232,13 +200,144 @@ def test_playout_delay_is_negotiated_and_sent():
 
 def test_candidates_keep_to_hosts_and_ports():
     async def check():
-        browser, server = Browser(), Server(udp_ports=(47_310, 47_319))
+        browser, server = RtcBrowser(), Server(udp_ports=(47_310, 47_319))
         answer = await server.peer.answer(await browser.offer(), (Codec.H264,))
         found = SessionDescription.parse(answer.sdp).media[0].ice_candidates
         assert [each.ip for each in found] == ["127.0.0.1"]
         assert 47_310 <= found[0].port <= 47_319
         await server.peer.close()
         await browser.close()
+
+    run(check)
+
+
+def has_ipv6_loopback():
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no ::1")
+def test_connection_over_ipv6():
+    async def check():
+        browser, server, answer = await connected(hosts=("::1",))
+        found = SessionDescription.parse(answer.sdp).media[0].ice_candidates
+        assert [each.ip for each in found] == ["::1"]
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_no_free_port_is_said_at_once():
+    async def check():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            browser, server = RtcBrowser(), Server(udp_ports=(port, port))
+            with pytest.raises(OfferError) as caught:
+                await server.peer.answer(await browser.offer(), (Codec.H264,))
+        assert caught.value.code == "RTC_FAILED"
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_actions_come_by_the_data_channel():
+    async def check():
+        browser, server = RtcBrowser(), Server()
+        channel = browser.pc.createDataChannel("act", ordered=False, maxRetransmits=0)
+        channel.on("open", lambda: channel.send('{"t":"act"}'))
+        await browser.accept(await server.peer.answer(await browser.offer(), (Codec.H264,)))
+        await until(lambda: server.acts)
+        assert server.acts == ['{"t":"act"}']
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+@pytest.mark.parametrize("label", ["act", "chat"])
+def test_other_data_channels_are_closed(label):
+    async def check():
+        browser, server = RtcBrowser(), Server()
+        first = browser.pc.createDataChannel("act", ordered=False, maxRetransmits=0)
+        await browser.accept(await server.peer.answer(await browser.offer(), (Codec.H264,)))
+        await until(lambda: first.readyState == "open")
+        other = browser.pc.createDataChannel(label)
+        await until(lambda: other.readyState == "closed")
+        assert first.readyState == "open"
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_receiver_tells_round_trip_and_what_its_link_carries():
+    async def check():
+        browser, server, _ = await connected()
+        link = server.peer.track.feed.link
+        ssrc = SessionDescription.parse(browser.pc.remoteDescription.sdp).media[0].ssrc[0].ssrc
+        report = RtcpPsfbPacket(
+            fmt=RTCP_PSFB_APP, ssrc=1, media_ssrc=0, fci=pack_remb_fci(1_500_000, [ssrc])
+        )
+        await browser.pc.getReceivers()[0]._send_rtcp(report)
+        index = 0
+        while link.rtt_s is None or link.remb_bps is None:
+            assert index < 500
+            server.send(index)
+            index += 1
+            await asyncio.sleep(0.02)
+        assert link.remb_bps > 0
+        assert 0 <= link.rtt_s < 1
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+@pytest.mark.parametrize(("lost", "is_told"), [(3, False), (200, True)])
+def test_loss_beyond_repair_asks_for_a_keyframe(lost, is_told):
+    async def check():
+        browser, server, _ = await connected()
+        drops = Dropper(server.peer._sender)
+        server.send(0)
+        await asyncio.sleep(0.05)
+        drops.count_left = lost
+        for index in range(1, lost + 2):
+            server.send(index)
+            await asyncio.sleep(0.002)
+        await asyncio.sleep(0.3)
+        assert server.keyframe.is_set() == is_told
+        await server.peer.close()
+        await browser.close()
+
+    run(check)
+
+
+def test_connection_that_the_browser_ends_is_closed():
+    async def check():
+        browser, server, _ = await connected()
+        server.send(0)
+        await browser.close()
+        index = 1
+        while server.states == ["connected"]:
+            assert index < 500
+            server.send(index)
+            index += 1
+            await asyncio.sleep(0.02)
+        assert server.states == ["connected", "closed"]
+        await server.peer.close()
 
     run(check)
 
@@ -262,7 +361,7 @@ BAD_OFFERS = {
 @pytest.mark.parametrize("name", BAD_OFFERS)
 def test_bad_offer_is_refused_and_freed(name):
     async def check():
-        browser, server = Browser(), Server()
+        browser, server = RtcBrowser(), Server()
         offer = BAD_OFFERS[name](await browser.offer())
         with pytest.raises(OfferError) as caught:
             await server.peer.answer(offer, (Codec.H264, Codec.VP8))
@@ -276,7 +375,7 @@ def test_bad_offer_is_refused_and_freed(name):
 
 def test_names_of_the_local_network_do_not_delay_the_answer():
     async def check():
-        browser, server = Browser(), Server()
+        browser, server = RtcBrowser(), Server()
         offer = await browser.offer()
         offer = offer.replace(" 127.0.0.1 ", " 3b0c7a52-7a0b-4d2c-9d0f-0d1b7f2f1a11.local ")
         answer = await server.peer.answer(offer, (Codec.H264,))
