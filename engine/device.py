@@ -70,6 +70,11 @@ def available_gib(device: torch.device) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
 
 
+def held_bytes(device: str) -> int:
+    """Memory that this process holds on a CUDA device; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.startswith("cuda") else 0
+
+
 def check_memory(
     model: ModelConfig, dtype: DtypeName, present_gib: float, geometries: tuple[Geometry, ...]
 ) -> None:

@@ -1,12 +1,13 @@
 """Notice of a chunk: when each of its frames is shown, and which actions they show.
 
-Owns what the `chunk` message says. Pure: decisions of pacing go in. Invariant: times that were
-announced for a frame differ from those it is sent with by rounding only, or a correction came
-before.
+Owns what the `chunk` message says, and the memory of it. Pure: decisions of pacing go in.
+Invariant: times that were announced for a frame differ from those it is sent with by rounding only,
+or a correction came before.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from stream import pacing
 if TYPE_CHECKING:
     from stream.frames import FrameMeta
 
+CHUNKS_REMEMBERED = 16
 PTS_TOLERANCE = 2
 """Ticks of 1/90000 s by which rounding may move a time that was announced."""
 
@@ -41,6 +43,30 @@ class ChunkNotice:
     due_ms: float
     """When the first frame leaves, or would have left."""
     is_correction: bool
+
+
+class DueTimes:
+    """When frames of the last chunks left, by the server's wall clock."""
+
+    def __init__(self) -> None:
+        self._notices: OrderedDict[int, ChunkNotice] = OrderedDict()
+
+    def told(self, notice: ChunkNotice) -> None:
+        """Remember what a notice says; a correction replaces what it corrects."""
+        self._notices[notice.first] = notice
+        if len(self._notices) > CHUNKS_REMEMBERED:
+            self._notices.popitem(last=False)
+
+    def due_ms(self, frame_id: int) -> float | None:
+        """Wall clock at which a frame left; None for one that was not told of."""
+        for first, notice in reversed(self._notices.items()):
+            index = frame_id - first
+            if 0 <= index < notice.n:
+                ticks = index * notice.dpts if notice.dpts else 0
+                if notice.pts is not None:
+                    ticks = notice.pts[index] - notice.pts0
+                return notice.due_ms + ticks * 1e3 / pacing.PTS_HZ
+        return None
 
 
 class Announcer:

@@ -59,7 +59,12 @@ class Door:
                 del self._open_count[address]
 
     async def _serve_accepted(self, websocket: WebSocket, ticket: Ticket, room: Room) -> None:
-        socket = Socket(websocket, messages_per_s=self._live.settings.messages_per_s)
+        sent = self._live.metrics.messages_out
+        socket = Socket(
+            websocket,
+            messages_per_s=self._live.settings.messages_per_s,
+            on_sent=lambda kind: sent.labels(type=kind).inc(),
+        )
         viewer = Viewer(id=ticket.viewer_id, role=ticket.role, socket=socket)
         try:
             if await _is_greeted(socket):
@@ -98,6 +103,7 @@ class Door:
                 message = await viewer.socket.receive()
             except ProtocolError as error:
                 metrics.messages_bad.labels(why=str(error.code)).inc()
+                metrics.errors.labels(code=str(error.code)).inc()
                 continue
             if message is None:
                 metrics.messages_bad.labels(why="unknown").inc()

@@ -1,7 +1,8 @@
 """Actions of one socket as snapshots of its session, and their latency as the browser saw it.
 
-Owns the joints between sockets: a page that was loaded anew counts mouse motion and edges from zero
-again, while the session's mailbox goes on. Pure; times are milliseconds, `ct` those of the browser.
+Owns clocks of browsers, and the joints between sockets: a page that was loaded anew counts mouse
+motion and edges from zero again, while the session's mailbox goes on. Pure; times are milliseconds,
+`ct` those of the browser.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from stream.protocol import KEY_CODES
 
 FRAMES_REMEMBERED = 1_024
 EDGES_PENDING = 256
+MESSAGES_REMEMBERED = 50
 LATENCY_LIMIT_MS = 60_000.0
 
 
@@ -81,6 +83,24 @@ class SessionInput:
                 if code in KEY_CODES:
                     yield Edge(id=self._edge_count, code=code, is_down=bool(is_down), ct_ms=ct_ms)
             self._page_edge_id = max(self._page_edge_id, number)
+
+
+class BrowserClock:
+    """Clock of one browser against the server's, from its fastest message of late."""
+
+    def __init__(self) -> None:
+        self._behind_ms: deque[float] = deque(maxlen=MESSAGES_REMEMBERED)
+
+    def heard(self, ct_ms: float, now_ms: float) -> None:
+        """A message that was sent at `ct_ms` came at `now_ms` of the server's clock."""
+        self._behind_ms.append(now_ms - ct_ms)
+
+    def server_ms(self, ct_ms: float) -> float | None:
+        """Server's time for a time of the browser, late by the fastest way of a message.
+
+        None before the first message.
+        """
+        return ct_ms + min(self._behind_ms) if self._behind_ms else None
 
 
 class PhotonMeter:

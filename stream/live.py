@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -29,6 +30,7 @@ from stream.limits import BucketTable
 from stream.media_events import MediaSettings
 from stream.metrics import Metrics
 from stream.peer import IceServerSettings, IceSettings
+from stream.processes import usage
 from stream.protocol import SessionState
 from stream.room import Room
 from stream.scenes import Scene, draw_scenes
@@ -302,6 +304,10 @@ class Live:
         metrics.remb_bps.set(min((each.remb_bps for each in media if each.remb_bps), default=0))
         metrics.rtt_s.set(max((each.rtt_s for each in media if each.rtt_s), default=0.0))
         metrics.ring_frames.set(self.workers.frames_in_rings)
+        for process, pids in (("service", [os.getpid()]), ("workers", self.workers.pids)):
+            resident_mib = usage(pids).resident_mib
+            metrics.resident_bytes.labels(process=process).set(resident_mib * 2**20)
+        metrics.device_bytes.set(self.workers.device_bytes)
         return metrics.text()
 
     # ---- inside

@@ -32,7 +32,7 @@ class Metrics:
         )
         self.decode_s = self._histogram("decode_seconds", "Decoding of a chunk", _COST_S)
         self.encode_s = self._histogram(
-            "encode_seconds", "Encoding of a frame", _SHORT_S, ("codec",)
+            "encode_seconds", "Encoding of a frame", _SHORT_S, ("codec", "size")
         )
         self.send_s = self._histogram(
             "send_seconds", "From an encoded frame to its last RTP packet", _SHORT_S
@@ -45,10 +45,19 @@ class Metrics:
         self.queue_wait_s = self._histogram(
             "queue_wait_seconds", "From a session's creation to its slot", (1, 5, 15, 60, 300, 900)
         )
+        self.warm_up_s = self._histogram(
+            "warm_up_seconds", "From a slot to the first picture", _COST_S
+        )
         self.photon_s = self._histogram(
             "action_to_photon_seconds",
             "From a key event to the first frame shown with it, browser's clock",
             _LATENCY_S,
+            ("transport",),
+        )
+        self.frame_photon_s = self._histogram(
+            "frame_to_photon_seconds",
+            "From a frame's departure to its presentation",
+            _SHORT_S,
             ("transport",),
         )
         self.present_s = self._histogram(
@@ -68,8 +77,11 @@ class Metrics:
         self.frames_stale = self._counter("frames_stale", "Frames of older epochs, never sent")
         self.drops = self._counter("drops", "Things given up at a bound", ("where",))
         self.messages_in = self._counter("messages_in", "Messages of browsers", ("type",))
+        self.messages_out = self._counter("messages_out", "Messages to browsers", ("type",))
         self.messages_bad = self._counter("messages_bad", "Refused or unknown messages", ("why",))
-        self.errors = self._counter("errors", "Errors told to clients", ("code",))
+        self.errors = self._counter(
+            "errors", "Refused requests and messages, failed sessions", ("code",)
+        )
         self.epochs = self._counter("epoch_changes", "Resets")
         self.sessions_ended = self._counter("sessions_ended", "Ended sessions", ("reason",))
         self.keyframes = self._counter("keyframes", "Keyframes made", ("cause",))
@@ -86,6 +98,10 @@ class Metrics:
         self.bitrate_bps = self._gauge("bitrate_bps", "Aim of the encoders, least of all sessions")
         self.remb_bps = self._gauge("remb_bps", "Least estimate of a WebRTC receiver; 0: none")
         self.rtt_s = self._gauge("rtt_seconds", "Longest round trip to a WebRTC receiver; 0: none")
+        self.resident_bytes = self._gauge(
+            "resident_bytes", "Memory of the service's own process and of all workers", ("process",)
+        )
+        self.device_bytes = self._gauge("device_bytes", "Memory that workers hold on GPUs")
         self.ring_frames = self._gauge("ring_frames", "Taken slots of the frame ring")
 
     def text(self) -> bytes:

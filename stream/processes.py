@@ -1,7 +1,7 @@
 """Processor time and memory of processes, as Linux tells them under /proc; needs no torch.
 
-Owns the reading of /proc. Invariant: a process that ended counts as it was last seen by nobody: it
-is left out.
+Owns the reading of /proc. Invariant: a process that ended is left out, as is one that nobody may
+look at; where there is no /proc, nothing is found.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-_GONE = (FileNotFoundError, ProcessLookupError)
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

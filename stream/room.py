@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 import structlog
-from pydantic import BaseModel
 
 from stream import client_messages as client
 from stream import protocol as p
@@ -82,6 +81,7 @@ class Room:
         self._arrivals: deque[tuple[int, float]] = deque(maxlen=ARRIVALS_PENDING)
         self._unanswered: dict[int, str | None] = {}
         """Commands that the worker has not answered: id, and the prompt of one that changes it."""
+        self._warming_since_s = 0.0
         self._last_act_ms = 0.0
         self._act_lag_ms: float | None = None
         self._gen_ms: float | None = None
@@ -174,7 +174,9 @@ class Room:
         """
         match message:
             case client.Ping():
-                viewer.socket.send(server.Pong(id=message.id, ct=message.ct, st=wall_ms()))
+                now_ms = wall_ms()
+                viewer.clock.heard(message.ct, now_ms)
+                viewer.socket.send(server.Pong(id=message.id, ct=message.ct, st=now_ms))
             case client.Hello():
                 raise ProtocolError(ErrorCode.BAD_MESSAGE, "second hello")
             case client.RtcOffer():
@@ -283,6 +285,12 @@ class Room:
         if viewer.is_player:
             for latency_ms in self._photons.shown(message.frames):
                 metrics.photon_s.labels(transport=viewer.transport).observe(latency_ms / 1e3)
+        for frame_id, ct_ms in message.frames:
+            due_ms = self.transports.due_times.due_ms(frame_id)
+            shown_ms = viewer.clock.server_ms(ct_ms)
+            if due_ms is not None and shown_ms is not None:
+                age_s = max(0.0, shown_ms - due_ms) / 1e3
+                metrics.frame_photon_s.labels(transport=viewer.transport).observe(age_s)
 
     # ---- reports of the worker
 
@@ -400,6 +408,11 @@ class Room:
 
     def on_change(self, change: Change) -> None:
         """The session's state changed: tell the worker and everybody."""
+        now_s = time.monotonic()
+        if change.new is SessionState.WARMING:
+            self._warming_since_s = now_s
+        elif change.old is SessionState.WARMING and change.new in _PLAYABLE:
+            self._around.metrics.warm_up_s.observe(now_s - self._warming_since_s)
         self.broadcast(self._state())
         if self.seat is None:
             return
@@ -413,7 +426,7 @@ class Room:
             self.seat.mailbox.clear()
             self.seat.send(Pause())
 
-    def broadcast(self, message: BaseModel) -> None:
+    def broadcast(self, message: server.ServerMessage) -> None:
         """Send to everybody in the room."""
         for viewer in self.viewers.values():
             viewer.socket.send(message)

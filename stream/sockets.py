@@ -11,15 +11,15 @@ import asyncio
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 
-from pydantic import BaseModel
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from stream.client_messages import ClientMessage, parse_client
 from stream.error_codes import CLOSE_CODE, ErrorCode, ProtocolError
 from stream.limits import TokenBucket
 from stream.protocol import encode
-from stream.server_messages import bye, err
+from stream.server_messages import ServerMessage, bye, err
 
 CONTROL_LIMIT = 256
 VIDEO_LIMIT = 8
@@ -35,10 +35,14 @@ class Socket:
     Args:
         websocket: accepted.
         messages_per_s: more than this are refused with RATE_LIMIT.
+        on_sent: called with the type of each message that is queued.
     """
 
-    def __init__(self, websocket: WebSocket, *, messages_per_s: int) -> None:
+    def __init__(
+        self, websocket: WebSocket, *, messages_per_s: int, on_sent: Callable[[str], None]
+    ) -> None:
         self._websocket = websocket
+        self._on_sent = on_sent
         self._control: deque[str] = deque()
         self._video: deque[bytes] = deque()
         self._wake = asyncio.Event()
@@ -56,7 +60,7 @@ class Socket:
         """Whether messages still go out."""
         return self._closing is None and not self._writer.done()
 
-    def send(self, message: BaseModel) -> None:
+    def send(self, message: ServerMessage) -> None:
         """Queue a control message; a client that reads none of 256 is closed."""
         if not self.is_open:
             return
@@ -64,7 +68,7 @@ class Socket:
             self._control.clear()
             self.close(ErrorCode.RATE_LIMIT)
             return
-        self._control.append(encode(message))
+        self._queue(message)
         self._wake.set()
 
     def send_video(self, frame: bytes) -> bool:
@@ -80,10 +84,14 @@ class Socket:
         """Say bye, send what is queued for control, close."""
         if not self.is_open:
             return
-        self._control.append(encode(bye(code, resume=resume)))
+        self._queue(bye(code, resume=resume))
         self._closing = (CLOSE_CODE.get(code, 1000), str(code))
         self._video.clear()
         self._wake.set()
+
+    def _queue(self, message: ServerMessage) -> None:
+        self._control.append(encode(message))
+        self._on_sent(message.t)
 
     async def receive(self) -> ClientMessage | None:
         """Return the next message, None for one of unknown type.

@@ -104,6 +104,8 @@ class WorkerHandle:
         self.info: Ready | None = None
         """Set while the worker is ready."""
         self.restart_count = 0
+        self.device_bytes = 0
+        """Memory on the GPU, as the worker told last."""
         self._open_source = open_source
         self._limits = limits or WatchdogLimits()
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
@@ -235,6 +237,8 @@ class WorkerHandle:
     def _note(self, report: Report) -> None:
         """Remember what a restart needs, and pass the report on."""
         self._heard_s = time.monotonic()
+        if isinstance(report, Heartbeat):
+            self.device_bytes = report.device_bytes
         session = self._session
         match report:
             case Loading():

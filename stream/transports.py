@@ -15,7 +15,7 @@ import structlog
 
 from stream import client_messages as client
 from stream import server_messages as server
-from stream.chunk_notice import ChunkNotice
+from stream.chunk_notice import ChunkNotice, DueTimes
 from stream.error_codes import ErrorCode, ProtocolError
 from stream.media import Media
 from stream.media_events import MediaEvents, MediaStats
@@ -53,6 +53,7 @@ class Transports(MediaEvents):
         on_failed: Callable[[ErrorCode], None],
     ) -> None:
         self.media: Media | None = None
+        self.due_times = DueTimes()
         self._viewers = viewers
         self._around = around
         self._on_presented = on_presented
@@ -201,6 +202,7 @@ class Transports(MediaEvents):
 
     def on_chunk(self, notice: ChunkNotice) -> None:
         """Tell every viewer when the frames of a chunk are due."""
+        self.due_times.told(notice)
         for viewer in self._viewers.values():
             viewer.socket.send(_chunk(notice, viewer))
         if notice.act:
@@ -251,7 +253,9 @@ class Transports(MediaEvents):
     ) -> None:
         """Count the cost of a picture."""
         metrics = self._around.metrics
-        metrics.encode_s.labels(codec=str(codec)).observe(encode_ms / 1e3)
+        video = self._around.video
+        size = f"{video.w}x{video.h}"
+        metrics.encode_s.labels(codec=str(codec), size=size).observe(encode_ms / 1e3)
         metrics.frames_encoded.labels(codec=str(codec)).inc()
         if key_cause is not None:
             metrics.keyframes.labels(cause=str(key_cause)).inc()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from stream import protocol as p
+from stream.inputs import BrowserClock
 from stream.limits import TokenBucket
 from stream.media_events import MediaSettings
 from stream.metrics import Metrics
@@ -44,6 +45,7 @@ class Viewer:
     acts: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=70.0, burst=120.0))
     commands: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=10.0, burst=20.0))
     keyframes: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=2.0, burst=2.0))
+    clock: BrowserClock = field(default_factory=BrowserClock)
     was_told_not_controller: bool = False
     has_left: bool = False
 

@@ -500,11 +500,20 @@ class Worker:
                 _log.error("trace_not_completed detail=%s", error)
         self._report(SessionEnded(session_id=live.session_id))
 
+    def _device_bytes(self) -> int:
+        worlds = self._worlds
+        if worlds is None:  # torch may not be loaded yet: nothing to wait for here
+            return 0
+        from engine.device import held_bytes
+
+        return held_bytes(worlds[2].device)
+
     def _beat(self) -> None:
         while not self._is_done.wait(HEARTBEAT_S):
             since_s = self._busy_since_s
             busy_s = 0.0 if since_s is None else time.monotonic() - since_s
-            self._report(Heartbeat(busy_ms=busy_s * 1000.0))
+            device_bytes = self._device_bytes()
+            self._report(Heartbeat(busy_ms=busy_s * 1000.0, device_bytes=device_bytes))
 
     def _report(self, report: Report) -> None:
         # A parent that is gone reads no reports; the inbox ends the worker then.

@@ -231,6 +231,8 @@ class Heartbeat:
     busy_ms: float
     """How long the model has been at work since its last frame; 0 between chunks and while the ring
     is full."""
+    device_bytes: int
+    """Memory that it holds on its GPU; 0 without one."""
 
 
 Report = (

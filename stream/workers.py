@@ -104,6 +104,16 @@ class Workers:
         """Frames that wait or are being shown."""
         return sum(seat.worker.ring.taken_count for seat in self.seats)
 
+    @property
+    def pids(self) -> list[int]:
+        """Processes that run now."""
+        return [seat.worker.pid for seat in self.seats if seat.worker.pid is not None]
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory that is held on GPUs."""
+        return sum(seat.worker.device_bytes for seat in self.seats)
+
     def _config(self, records: Path) -> WorkerConfig:
         settings = self._settings
         return WorkerConfig(

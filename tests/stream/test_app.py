@@ -400,17 +400,6 @@ def test_upload_is_decoded_and_limited(service: Service) -> None:
         assert (status, answer["code"]) == wanted
 
 
-def test_metrics_count_what_happened(service: Service) -> None:
-    client = Client.hello(service)
-    client.play()
-    client.until_frames(20)
-    text = service.request("GET", "/metrics")[1].decode()
-    assert 'worldstream_messages_in_total{type="act"}' in text
-    assert 'worldstream_sessions{state="RUNNING"} 1.0' in text
-    assert client.made["session_id"] not in text
-    client.close()
-
-
 def test_world_starts_from_an_upload_and_its_files_are_kept(tmp_path: Path) -> None:
     # The renderer takes no pictures: this service says that it runs the model, and paints.
     with running(renderer=False, record=str(tmp_path)) as service:

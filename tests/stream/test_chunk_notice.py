@@ -3,7 +3,7 @@
 import pytest
 
 from stream import pacing
-from stream.chunk_notice import PTS_TOLERANCE, Announcer
+from stream.chunk_notice import CHUNKS_REMEMBERED, PTS_TOLERANCE, Announcer, DueTimes
 from stream.frames import FrameMeta
 
 pytestmark = pytest.mark.cpu
@@ -102,3 +102,27 @@ def test_same_chunk_of_a_new_epoch_is_new():
     run.send(meta(0))
     told, _ = run.send(meta(0, epoch=1))
     assert (told.epoch, told.is_correction) == (1, False)
+
+
+def test_due_times_are_those_of_the_newest_notice_of_a_chunk():
+    run, due_times, sent_ms = Run(), DueTimes(), {}
+    for i in range(40):
+        frame = meta(i)
+        told, _ = run.send(frame, arrives_s=0.5 if i == 5 else 0.0)
+        sent_ms[frame.frame_id] = run.now_s * 1e3
+        if told is not None:
+            due_times.told(told)
+    for frame_id, at_ms in sent_ms.items():
+        assert due_times.due_ms(frame_id) == pytest.approx(at_ms, abs=0.1)
+    assert due_times.due_ms(0) is None
+    assert due_times.due_ms(999) is None
+
+
+def test_due_times_of_long_ago_are_forgotten():
+    run, due_times = Run(), DueTimes()
+    for i in range(FRAMES * (CHUNKS_REMEMBERED + 1)):
+        told, _ = run.send(meta(i))
+        if told is not None:
+            due_times.told(told)
+    assert due_times.due_ms(1) is None
+    assert due_times.due_ms(FRAMES + 1) is not None

@@ -3,7 +3,7 @@
 import pytest
 
 from stream.client_messages import Act
-from stream.inputs import PhotonMeter, SessionInput
+from stream.inputs import MESSAGES_REMEMBERED, BrowserClock, PhotonMeter, SessionInput
 
 pytestmark = pytest.mark.cpu
 
@@ -78,3 +78,19 @@ def test_latency_that_cannot_be_is_left_out() -> None:
     meter.pressed(1, taken.new_edges)
     meter.made(1, 1)
     assert meter.shown([(1, 5.0)]) == []
+
+
+def test_clock_of_a_browser_is_that_of_its_fastest_message() -> None:
+    clock = BrowserClock()
+    assert clock.server_ms(100.0) is None
+    for way_ms in (40.0, 5.0, 90.0):
+        clock.heard(1_000.0, 8_000.0 + way_ms)
+    assert clock.server_ms(1_100.0) == 8_105.0
+
+
+def test_clock_of_a_browser_that_was_set_is_learnt_anew() -> None:
+    clock = BrowserClock()
+    clock.heard(1_000.0, 1_000.0)
+    for _ in range(MESSAGES_REMEMBERED):
+        clock.heard(1_000.0, 9_000.0)
+    assert clock.server_ms(1_000.0) == 9_000.0
