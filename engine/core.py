@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionNeed, select_backend
 from engine.attention.placement import Placement, PlacementOps, eager_ops
 from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
+from engine.block_ops import BlockOps, PlainBlockOps
 from engine.config import ModelConfig
 from engine.denoise import denoise_chunk, model_times
 from engine.errors import ConfigError
@@ -101,12 +102,19 @@ class RolloutCore:
         *,
         backend: AttentionBackend | None = None,
         ops: PlacementOps | None = None,
+        block_ops: BlockOps | None = None,
     ) -> None:
         self.model = model
         self.config: ModelConfig = model.config
         self.options = options or CoreOptions()
         self.device = model.proj_in.weight.device
         self._ops = ops or eager_ops(self.device)
+        self._block_ops: BlockOps = block_ops or PlainBlockOps(model)
+        if block_ops is not None and not self.options.packed_history:
+            raise ConfigError(
+                "packed_history is False; allowed with fused block ops: True, because the plain "
+                "cache keeps keys that only the plain ops make"
+            )
         self.times: list[float] = model_times(self.config.sampler).tolist()
         self.backend = backend or select_backend(
             AttentionNeed(
@@ -144,6 +152,7 @@ class RolloutCore:
                 batch_size=inputs.text_BRE.shape[0],
                 device=self.device,
                 dtype=self.model.dtype,
+                ops=self._block_ops,
             )
         else:
             cache = PlainCache(self.config, tables)
@@ -284,6 +293,7 @@ class RolloutCore:
             self._embed_prefix(state),
             self._modulations(lambda layer: self._prefix_modulation(state, layer)),
             self._prefix_attend(state),
+            self._block_ops,
             keys_values_only=True,
         )
 
@@ -292,10 +302,11 @@ class RolloutCore:
     ) -> Tensor:
         """One pass; ``times`` holds the index of each latent's time. Returns the chunk's rows."""
         x_BRD = self.model.embed_video(patchify(latents_BCTHW))
-        chunk = ChunkAttend(backend=self.backend, cache=state.cache, keep=keep)
+        ops = self._block_ops
+        chunk = ChunkAttend(backend=self.backend, cache=state.cache, ops=ops, keep=keep)
         if self.options.prefix_cache:
             modulations = self._modulations(lambda layer: self._chunk_modulation(layer, times))
-            return self.model.run_blocks(x_BRD, modulations, chunk, keys_values_only=keep)
+            return self.model.run_blocks(x_BRD, modulations, chunk, ops, keys_values_only=keep)
 
         def whole_modulation(layer: int) -> Tensor:
             prefix_BR6D = self._prefix_modulation(state, layer)
@@ -306,7 +317,7 @@ class RolloutCore:
         whole_BRD = torch.cat([self._embed_prefix(state), x_BRD], dim=1)
         attend = WholeAttend(prefix=self._prefix_attend(state), chunk=chunk)
         modulations = self._modulations(whole_modulation)
-        out_BRD = self.model.run_blocks(whole_BRD, modulations, attend, keys_values_only=keep)
+        out_BRD = self.model.run_blocks(whole_BRD, modulations, attend, ops, keys_values_only=keep)
         return out_BRD[:, state.layout.rows :]
 
     def _embed_prefix(self, state: CoreState) -> Tensor:
@@ -324,6 +335,7 @@ class RolloutCore:
             cache=state.cache,
             layout=state.layout,
             placement=state.prefix_placement,
+            ops=self._block_ops,
         )
 
     def _modulations(self, of_layer: Callable[[int], Tensor]) -> LayerModulations:

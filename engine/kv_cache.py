@@ -4,7 +4,7 @@
     [prefix | oldest        history         newest | current]       steady, chunk index >= 5
     [prefix | history | current |                           ]       filling, current slot = index
 
-Owns the order `begin(chunk) -> window(layer, k, v)... -> commit()`, eviction, and two layouts of
+Owns the order `begin(chunk) -> window(layer, q, k, v)... -> commit()`, eviction, and two layouts of
 the same content: `PackedCache` keeps what attention reads; `PlainCache` keeps what the projections
 gave, places everything anew at each call, and is the oracle of the first. Invariants: whole chunks,
 first in first out, no gaps; buffers keep their addresses; index arithmetic is in Python ints. The
@@ -15,16 +15,16 @@ Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.placement import Placement, PlacementOps
+from engine.block_ops import PlainRowOps, RowOps, Slot
 from engine.config import ModelConfig
 from engine.errors import StateError
 from engine.model.prope import Projective
-from engine.model.rope import apply_rope
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -37,6 +37,14 @@ class WindowTables:
     ops: PlacementOps = field(default_factory=PlacementOps)
 
 
+class Window(NamedTuple):
+    """What attention reads: placed queries [B, R, N, K], placed keys and values [B, S, N, K]."""
+
+    q_BRNK: Tensor
+    keys_BSNK: Tensor
+    values_BSNK: Tensor
+
+
 class WindowCache(Protocol):
     """What attention needs from a cache."""
 
@@ -45,14 +53,14 @@ class WindowCache(Protocol):
         """Where the rows of the current chunk sit."""
         ...
 
-    def set_prefix(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
-        """Take the placed keys and values of the prefix."""
+    def prefix_slot(self, layer: int, k_BRNK: Tensor, placement: Placement) -> Slot:
+        """Room for placed keys and values of the prefix, shaped like ``k_BRNK``."""
         ...
 
     def window(
-        self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Add the current chunk and return placed keys and values of the window, [B, S, N, K]."""
+        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+    ) -> Window:
+        """Place the current chunk and return what attention reads."""
         ...
 
 
@@ -160,7 +168,7 @@ class CacheOrder:
 
 
 class PlainCache(CacheOrder):
-    """Raw keys and values in lists, placed and concatenated at every call."""
+    """Normalised keys and values in lists, placed in the plain form and joined at every call."""
 
     def __init__(self, config: ModelConfig, tables: WindowTables) -> None:
         super().__init__(config, tables)
@@ -173,9 +181,11 @@ class PlainCache(CacheOrder):
         """Keys (before RoPE and PRoPE) and values of the cached chunks, oldest first."""
         return [chunk[layer] for chunk in self._chunks[-self.history_limit :]]
 
-    def set_prefix(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
-        """Take the placed keys and values of the prefix."""
-        self._prefix[layer] = (k_BRNK, v_BRNK)
+    def prefix_slot(self, layer: int, k_BRNK: Tensor, placement: Placement) -> Slot:
+        """Room for placed keys and values of the prefix."""
+        key, value = (torch.empty_like(k_BRNK) for _ in range(2))
+        self._prefix[layer] = (key, value)
+        return Slot(key_BRNK=key, value_BRNK=value, raw_BRNK=None, placement=placement)
 
     def renew_prefix(self, tables: WindowTables) -> None:
         """Forget the prefix; the history is placed by the new tables from now on."""
@@ -184,8 +194,8 @@ class PlainCache(CacheOrder):
         self._placement = None
 
     def window(
-        self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+    ) -> Window:
         """Place and concatenate prefix, history and the current chunk."""
         placement = self.placement
         if keep:
@@ -199,7 +209,7 @@ class PlainCache(CacheOrder):
             values.append(past.value(chunk[layer][1]))
         keys.append(placement.key(k_BRNK))
         values.append(placement.value(v_BRNK))
-        return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+        return Window(placement.query(q_BRNK), torch.cat(keys, dim=1), torch.cat(values, dim=1))
 
     def _slide(self) -> None:
         del self._chunks[: -self.history_limit], self._cameras[: -self.history_limit]
@@ -230,8 +240,10 @@ class PackedCache(CacheOrder):
         batch_size: int,
         device: torch.device,
         dtype: torch.dtype,
+        ops: RowOps | None = None,
     ) -> None:
         super().__init__(config, tables)
+        self._ops: RowOps = ops or PlainRowOps()
         heads, width = config.num_attention_heads, config.attention_head_dim
         self._window_rows = config.window_chunks * self.rows
         self._ring = config.window_chunks
@@ -252,10 +264,15 @@ class PackedCache(CacheOrder):
         begin = self.tables.prefix_rows + slot * self.rows
         return slice(begin, begin + self.rows)
 
-    def set_prefix(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
-        """Copy the placed keys and values of the prefix to the front of the buffers."""
-        self._keys[layer][:, : self.tables.prefix_rows] = k_BRNK
-        self._values[layer][:, : self.tables.prefix_rows] = v_BRNK
+    def prefix_slot(self, layer: int, k_BRNK: Tensor, placement: Placement) -> Slot:
+        """Room for placed keys and values of the prefix: the front of the buffers."""
+        rows = slice(0, self.tables.prefix_rows)
+        return Slot(
+            key_BRNK=self._keys[layer][:, rows],
+            value_BRNK=self._values[layer][:, rows],
+            raw_BRNK=None,
+            placement=placement,
+        )
 
     def renew_prefix(self, tables: WindowTables) -> None:
         """Make room for another prefix and rotate the history by the new tables."""
@@ -274,17 +291,21 @@ class PackedCache(CacheOrder):
             self._rotate(slot, chunk_index)
 
     def window(
-        self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
-    ) -> tuple[Tensor, Tensor]:
+        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+    ) -> Window:
         """Place the current chunk in its slot and return views up to its end."""
-        placement = self.placement
-        rows = self._rows_of(self.slot)
-        self._keys[layer][:, rows] = placement.key(k_BRNK)
-        self._values[layer][:, rows] = placement.value(v_BRNK)
+        rows, ring = self._rows_of(self.slot), self._ring_rows(self.committed)
+        keys_BSNK, values_BSNK = self._keys[layer], self._values[layer]
+        slot = Slot(
+            key_BRNK=keys_BSNK[:, rows],
+            value_BRNK=values_BSNK[:, rows],
+            raw_BRNK=self._raw_keys[layer][:, ring] if keep else None,
+            placement=self.placement,
+        )
+        q_BRNK = self._ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
         if keep:
-            self._raw_keys[layer][:, self._ring_rows(self.committed)] = k_BRNK[..., : self.start]
             self._mark(layer)
-        return self._keys[layer][:, : rows.stop], self._values[layer][:, : rows.stop]
+        return Window(q_BRNK, keys_BSNK[:, : rows.stop], values_BSNK[:, : rows.stop])
 
     def _ring_rows(self, chunk_index: int) -> slice:
         begin = chunk_index % self._ring * self.rows
@@ -294,7 +315,7 @@ class PackedCache(CacheOrder):
         cos_RK, sin_RK = self.slot_tables(slot)
         rows, ring = self._rows_of(slot), self._ring_rows(chunk_index)
         for keys, raw_keys in zip(self._keys, self._raw_keys, strict=True):
-            keys[:, rows, :, : self.start] = apply_rope(raw_keys[:, ring], cos_RK, sin_RK)
+            self._ops.rotate(raw_keys[:, ring], cos_RK, sin_RK, keys[:, rows])
 
     def _resident(self) -> list[int]:
         """Chunks in the slots as they lie, one more than the history while a slide is due."""

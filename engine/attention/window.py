@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.placement import Placement
+from engine.block_ops import RowOps, Rows, join_rows
 from engine.kv_cache import WindowCache
 from engine.layout import PrefixLayout
 
@@ -31,20 +32,22 @@ class PrefixAttend:
     cache: WindowCache
     layout: PrefixLayout
     placement: Placement
+    ops: RowOps
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Rows:
         """Attend in two groups, conditioning and audio."""
-        q_BRNK = self.placement.query(q_BRNK)
-        k_BRNK, v_BRNK = self.placement.key(k_BRNK), self.placement.value(v_BRNK)
-        self.cache.set_prefix(layer, k_BRNK, v_BRNK)
+        slot = self.cache.prefix_slot(layer, k_BRNK, self.placement)
+        q_BRNK = self.ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
+        k_BRNK, v_BRNK = slot.key_BRNK, slot.value_BRNK
         rows = self.layout.conditioning_rows
         conditioning = self.backend(q_BRNK[:, :rows], k_BRNK[:, :rows], v_BRNK[:, :rows])
         audio = self.backend(q_BRNK[:, rows:], k_BRNK, v_BRNK)
-        return self.placement.output(torch.cat([conditioning, audio], dim=1))
+        return self.ops.output(torch.cat([conditioning, audio], dim=1), self.placement)
 
-    def store(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
         """Only leave keys and values."""
-        self.cache.set_prefix(layer, self.placement.key(k_BRNK), self.placement.value(v_BRNK))
+        slot = self.cache.prefix_slot(layer, k_BRNK, self.placement)
+        self.ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -53,18 +56,19 @@ class ChunkAttend:
 
     backend: AttentionBackend
     cache: WindowCache
+    ops: RowOps
     keep: bool
     """True in a refresh: keys and values stay in the cache."""
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Rows:
         """Attend to prefix, history and the chunk itself."""
-        placement = self.cache.placement
-        keys, values = self.cache.window(layer, k_BRNK, v_BRNK, keep=self.keep)
-        return placement.output(self.backend(placement.query(q_BRNK), keys, values))
+        window = self.cache.window(layer, q_BRNK, k_BRNK, v_BRNK, keep=self.keep)
+        o_BRNK = self.backend(window.q_BRNK, window.keys_BSNK, window.values_BSNK)
+        return self.ops.output(o_BRNK, self.cache.placement)
 
-    def store(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
         """Only leave keys and values."""
-        self.cache.window(layer, k_BRNK, v_BRNK, keep=self.keep)
+        self.cache.window(layer, q_BRNK, k_BRNK, v_BRNK, keep=self.keep)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -74,15 +78,15 @@ class WholeAttend:
     prefix: PrefixAttend
     chunk: ChunkAttend
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Rows:
         """Attend group by group; the prefix goes first because the chunk reads its keys."""
         rows = self.prefix.layout.rows
         before = self.prefix(layer, q_BRNK[:, :rows], k_BRNK[:, :rows], v_BRNK[:, :rows])
         after = self.chunk(layer, q_BRNK[:, rows:], k_BRNK[:, rows:], v_BRNK[:, rows:])
-        return torch.cat([before, after], dim=1)
+        return join_rows([before, after])
 
-    def store(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
         """Only leave keys and values of both parts."""
         rows = self.prefix.layout.rows
-        self.prefix.store(layer, k_BRNK[:, :rows], v_BRNK[:, :rows])
-        self.chunk.store(layer, k_BRNK[:, rows:], v_BRNK[:, rows:])
+        self.prefix.store(layer, q_BRNK[:, :rows], k_BRNK[:, :rows], v_BRNK[:, :rows])
+        self.chunk.store(layer, q_BRNK[:, rows:], k_BRNK[:, rows:], v_BRNK[:, rows:])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,16 +39,31 @@ FP32_MODULES = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_
 class Attend(Protocol):
     """What a block asks of its caller: visibility, positions, cameras, cache, attention."""
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Tensor:
+    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Any:
         """Return the attention output [B, R, N, K] after the query row's camera matrix.
 
         ``q_BRNK`` and ``k_BRNK`` come after QK-RMSNorm and before RoPE and PRoPE, ``v_BRNK``
-        as projected: exactly what the cache keeps.
+        as projected: exactly what the cache keeps. Other halves than the model's own may agree on
+        other forms with the attend that they are used with.
         """
         ...
 
-    def store(self, layer: int, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
         """Take the keys and values of the last block of a refresh, which needs no output."""
+        ...
+
+
+class Halves(Protocol):
+    """The two halves of each block, before and after attention."""
+
+    def project(
+        self, layer: int, x_BRD: Tensor, modulation_BR6D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``attend`` takes."""
+        ...
+
+    def finish(self, layer: int, x_BRD: Tensor, o: Any, modulation_BR6D: Tensor) -> Tensor:
+        """Take what ``attend`` returned; return the rows of the next block."""
         ...
 
 
@@ -243,7 +258,8 @@ class MiniMaxH3Transformer(nn.Module):
         self.proj_out = nn.Linear(config.hidden_size, features)
         self.audio_proj_out = nn.Linear(config.hidden_size, config.audio_in_channels)
 
-    def _block(self, layer: int) -> TransformerBlock:
+    def block(self, layer: int) -> TransformerBlock:
+        """Main block by index."""
         return cast(TransformerBlock, self.transformer_blocks[layer])
 
     @property
@@ -280,7 +296,7 @@ class MiniMaxH3Transformer(nn.Module):
 
         Order: shift, scale, gate of attention, then of the feed-forward part.
         """
-        return self._block(layer).adaln_proj(temb_MC, 6)
+        return self.block(layer).adaln_proj(temb_MC, 6)
 
     def final_modulation(self, temb_MC: Tensor) -> Tensor:
         """Return the vectors of the output norm [..., 2, D]: shift, scale."""
@@ -292,6 +308,7 @@ class MiniMaxH3Transformer(nn.Module):
         x_BRD: Tensor,
         modulations_BR6D: Sequence[Tensor],
         attend: Attend,
+        halves: Halves,
         *,
         keys_values_only: bool = False,
     ) -> Tensor:
@@ -301,19 +318,19 @@ class MiniMaxH3Transformer(nn.Module):
             x_BRD: embedded rows.
             modulations_BR6D: one tensor a block, [B or 1, R or 1, 6, D].
             attend: see ``Attend``.
+            halves: how the blocks compute; `block_ops.PlainBlockOps` is the code of the blocks.
             keys_values_only: stop in the last block once its keys and values are stored; the
                 rows returned are then those that entered it. Exact for a refresh, whose output
                 nobody reads.
         """
         last = len(self.transformer_blocks) - 1
         for layer in range(last + 1):
-            block = self._block(layer)
-            q_BRNK, k_BRNK, v_BRNK = block.project(x_BRD, modulations_BR6D[layer])
+            q_BRNK, k_BRNK, v_BRNK = halves.project(layer, x_BRD, modulations_BR6D[layer])
             if keys_values_only and layer == last:
-                attend.store(layer, k_BRNK, v_BRNK)
+                attend.store(layer, q_BRNK, k_BRNK, v_BRNK)
                 break
-            o_BRNK = attend(layer, q_BRNK, k_BRNK, v_BRNK)
-            x_BRD = block.finish(x_BRD, o_BRNK, modulations_BR6D[layer])
+            o = attend(layer, q_BRNK, k_BRNK, v_BRNK)
+            x_BRD = halves.finish(layer, x_BRD, o, modulations_BR6D[layer])
         return x_BRD
 
     def _normed(self, x_BRD: Tensor, modulation_BR2D: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from engine.attention.placement import Placement, PlacementOps
 from engine.errors import StateError
-from engine.kv_cache import PackedCache, PlainCache, WindowTables
+from engine.kv_cache import PackedCache, PlainCache, Window, WindowTables
 from engine.layout import window_positions
-from engine.model.prope import projective
+from engine.model.prope import identity_projective, projective
 from engine.model.rope import rope_tables
 from tests.tiny import narrow_config, walk_views
 
@@ -50,7 +51,23 @@ def _rows(seed: int, rows: int = CONFIG.rows_per_chunk) -> torch.Tensor:
 
 
 def _set_prefix(cache: PackedCache | PlainCache, prefix_rows: int, seed: int) -> None:
-    cache.set_prefix(0, _rows(seed, prefix_rows), _rows(seed + 1, prefix_rows))
+    key, value = _rows(seed, prefix_rows), _rows(seed + 1, prefix_rows)
+    slot = cache.prefix_slot(0, key, _unplaced(prefix_rows))
+    slot.key_BRNK.copy_(key)
+    slot.value_BRNK.copy_(value)
+
+
+def _unplaced(rows: int) -> Placement:
+    """Return a placement that nobody asks to place anything."""
+    none = torch.zeros(rows, 0)
+    camera = identity_projective(torch.float32)
+    return Placement(cos_RK=none, sin_RK=none, camera=camera, ops=PlacementOps())
+
+
+def _enter(cache: PackedCache | PlainCache, seed: int, *, keep: bool) -> Window:
+    """Run one pass over the open chunk; queries are the keys in reverse order."""
+    key, value = _rows(seed), _rows(seed + 1)
+    return cache.window(0, key.flip(1), key, value, keep=keep)
 
 
 def _camera(chunk: int):
@@ -59,7 +76,7 @@ def _camera(chunk: int):
 
 def _advance(cache: PackedCache | PlainCache, chunk: int) -> None:
     cache.begin(chunk, _camera(chunk))
-    cache.window(0, _rows(2 * chunk), _rows(2 * chunk + 1), keep=True)
+    _enter(cache, 2 * chunk, keep=True)
     cache.commit()
 
 
@@ -82,13 +99,13 @@ def test_a_skipped_commit_is_refused():
 
 def test_a_pass_before_begin_is_refused():
     with pytest.raises(StateError, match=r"no chunk is open; expected begin\(0\)"):
-        _packed().window(0, _rows(1), _rows(2), keep=False)
+        _enter(_packed(), 1, keep=False)
 
 
 def test_commit_without_refresh_is_refused():
     cache = _both()[0]
     cache.begin(0, _camera(0))
-    cache.window(0, _rows(1), _rows(2), keep=False)
+    _enter(cache, 1, keep=False)
     with pytest.raises(StateError, match="expected keys and values of 1 layers, got 0"):
         cache.commit()
 
@@ -120,7 +137,7 @@ def test_window_views_keep_their_addresses():
     addresses = set()
     for chunk in range(9):
         cache.begin(chunk, _camera(chunk))
-        keys, values = cache.window(0, _rows(chunk), _rows(chunk), keep=True)
+        _, keys, values = _enter(cache, chunk, keep=True)
         addresses.add((keys.data_ptr(), values.data_ptr()))
         cache.commit()
     assert len(addresses) == 1
@@ -132,7 +149,7 @@ def test_window_order_is_prefix_history_current(chunks):
     for chunk in range(chunks):
         _advance(cache, chunk)
     cache.begin(chunks, _camera(chunks))
-    _, values = cache.window(0, _rows(2 * chunks), _rows(2 * chunks + 1), keep=False)
+    values = _enter(cache, 2 * chunks, keep=False).values_BSNK
     assert torch.equal(values[:, :3], _rows(1, 3))
     start = CONFIG.rotary_dim  # values are rotated nowhere, so their leading channels are as given
     for slot, chunk in enumerate([*cache.history, chunks]):
@@ -165,10 +182,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def denoise(self) -> None:
         self.seed += 2
-        windows = [
-            cache.window(0, _rows(self.seed), _rows(self.seed + 1), keep=False)
-            for cache in self.caches
-        ]
+        windows = [_enter(cache, self.seed, keep=False) for cache in self.caches]
         assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
 
     @precondition(lambda self: self.is_open)
@@ -176,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
     def refresh(self) -> None:
         self.seed += 2
         for cache in self.caches:
-            cache.window(0, _rows(self.seed), _rows(self.seed + 1), keep=True)
+            _enter(cache, self.seed, keep=True)
             cache.commit()
         self.is_open, self.can_undo = False, True
 

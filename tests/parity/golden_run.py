@@ -86,7 +86,9 @@ class Recorder:
 
         return wrapped
 
-    def _recorded_run(self, x: Tensor, modulations: Any, attend: Any, **options: Any) -> Tensor:
+    def _recorded_run(
+        self, x: Tensor, modulations: Any, attend: Any, halves: Any, **options: Any
+    ) -> Tensor:
         recorder = self
 
         class Wrapped:
@@ -96,10 +98,10 @@ class Recorder:
                     recorder._keep(f"attn_{name}", layer, value)
                 return out
 
-            def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-                attend.store(layer, k, v)
+            def store(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+                attend.store(layer, q, k, v)
 
-        return self._run_blocks(x, modulations, Wrapped(), **options)
+        return self._run_blocks(x, modulations, Wrapped(), halves, **options)
 
 
 @cache

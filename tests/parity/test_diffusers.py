@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.block_ops import PlainBlockOps
 from engine.checkpoint import to_diffusers, to_original
 from engine.config import Geometry, ModelConfig
 from engine.model.dit import MiniMaxH3Transformer
@@ -40,7 +41,7 @@ class FullAttend:
         heads = (a.transpose(1, 2) for a in (q, k, v))
         return F.scaled_dot_product_attention(*heads).transpose(1, 2)
 
-    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+    def store(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise AssertionError("the base model keeps nothing")
 
 
@@ -64,7 +65,7 @@ def full_forward(
     temb = model.time_embedding(times)
     layers = range(model.config.num_layers)
     modulations = [model.modulation(layer, temb)[time_index, tags][None] for layer in layers]
-    x = model.run_blocks(x, modulations, FullAttend(positions, model.config))
+    x = model.run_blocks(x, modulations, FullAttend(positions, model.config), PlainBlockOps(model))
     final = model.final_modulation(temb)[time_index][None]
     return (
         model.head_video(x, final)[:, where["video"]],

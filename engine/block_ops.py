@@ -1,0 +1,125 @@
+"""How the work around the products of a block is done: the seam between plain and fused forms.
+
+Owns `BlockOps`, its plain form, and the values that cross it. Invariant: what `project` hands to
+`place`, and what `output` hands to `finish`, is an affair of one `BlockOps` alone; callers only
+carry it. The plain form hands over normalised queries and keys, and leaves everything to
+`engine.model` and `engine.attention.placement`; it is the oracle.
+Shape suffixes: B batch, R rows, D width, N heads, K head width, M runs of rows with one modulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.attention.placement import Placement
+from engine.model.dit import MiniMaxH3Transformer
+from engine.model.rope import apply_rope
+
+
+class Fp8Rows(NamedTuple):
+    """Rows [..., K] as e4m3 codes with one fp32 factor each [..., 1]; row = codes * scale."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+Rows = Tensor | Fp8Rows
+"""Rows that enter a linear."""
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Concatenate parts of one kind along the rows, axis 1."""
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if plain:
+        return torch.cat(plain, dim=1)
+    codes, scales = zip(*parts, strict=True)
+    return Fp8Rows(torch.cat(codes, dim=1), torch.cat(scales, dim=1))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Slot:
+    """Where the keys and values of a run of rows go; views that are written in place."""
+
+    key_BRNK: Tensor
+    value_BRNK: Tensor
+    raw_BRNK: Tensor | None
+    """Takes the normalised rotary channels of the keys; None where nobody will rotate them anew."""
+    placement: Placement
+
+
+class RowOps(Protocol):
+    """Moves rows in and out of the frame of attention; needs no weights of linears."""
+
+    def place(
+        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, slot: Slot
+    ) -> Tensor:
+        """Write keys and values into the slot and return the placed queries."""
+        ...
+
+    def output(self, o_BRNK: Tensor, placement: Placement) -> Rows:
+        """Bring the attention output into the query rows' own frames."""
+        ...
+
+    def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
+        """Write the rotary channels of keys that stand in a new slot."""
+        ...
+
+
+class BlockOps(RowOps, Protocol):
+    """All of a block but the attention product."""
+
+    def project(
+        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v [B, R, N, K] for `place`; each of M modulations serves R / M rows."""
+        ...
+
+    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
+        """Add the attention branch, then the feed-forward branch; ``o`` comes from `output`."""
+        ...
+
+
+class PlainRowOps:
+    """The form of `engine.attention.placement`."""
+
+    def place(
+        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, slot: Slot
+    ) -> Tensor:
+        """Take normalised queries and keys."""
+        placement = slot.placement
+        slot.key_BRNK.copy_(placement.key(k_BRNK))
+        slot.value_BRNK.copy_(placement.value(v_BRNK))
+        if slot.raw_BRNK is not None:
+            slot.raw_BRNK.copy_(k_BRNK[..., : slot.raw_BRNK.shape[-1]])
+        return placement.query(q_BRNK)
+
+    def output(self, o_BRNK: Tensor, placement: Placement) -> Rows:
+        """Return [B, R, N, K]."""
+        return placement.output(o_BRNK)
+
+    def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
+        """Rotate and copy."""
+        key_BRNK[..., : cos_RK.shape[-1]] = apply_rope(raw_BRNK, cos_RK, sin_RK)
+
+
+class PlainBlockOps(PlainRowOps):
+    """The code of the model itself; M is 1 or the number of rows."""
+
+    def __init__(self, model: MiniMaxH3Transformer) -> None:
+        self._model = model
+
+    def project(
+        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normalised q and k, and v."""
+        return self._model.block(layer).project(x_BRD, modulation_BM6D)
+
+    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
+        """Take the attention output [B, R, N, K]."""
+        assert isinstance(o, Tensor)
+        return self._model.block(layer).finish(x_BRD, o, modulation_BM6D)
