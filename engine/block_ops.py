@@ -61,7 +61,7 @@ class RowOps(Protocol):
         """Write keys and values into the slot and return the placed queries."""
         ...
 
-    def output(self, o_BRNK: Tensor, placement: Placement) -> Rows:
+    def output(self, layer: int, o_BRNK: Tensor, placement: Placement) -> Rows:
         """Bring the attention output into the query rows' own frames."""
         ...
 
@@ -98,7 +98,7 @@ class PlainRowOps:
             slot.raw_BRNK.copy_(k_BRNK[..., : slot.raw_BRNK.shape[-1]])
         return placement.query(q_BRNK)
 
-    def output(self, o_BRNK: Tensor, placement: Placement) -> Rows:
+    def output(self, layer: int, o_BRNK: Tensor, placement: Placement) -> Rows:
         """Return [B, R, N, K]."""
         return placement.output(o_BRNK)
 

@@ -42,7 +42,7 @@ class PrefixAttend:
         rows = self.layout.conditioning_rows
         conditioning = self.backend(q_BRNK[:, :rows], k_BRNK[:, :rows], v_BRNK[:, :rows])
         audio = self.backend(q_BRNK[:, rows:], k_BRNK, v_BRNK)
-        return self.ops.output(torch.cat([conditioning, audio], dim=1), self.placement)
+        return self.ops.output(layer, torch.cat([conditioning, audio], dim=1), self.placement)
 
     def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
         """Only leave keys and values."""
@@ -64,7 +64,7 @@ class ChunkAttend:
         """Attend to prefix, history and the chunk itself."""
         window = self.cache.window(layer, q_BRNK, k_BRNK, v_BRNK, keep=self.keep)
         o_BRNK = self.backend(window.q_BRNK, window.keys_BSNK, window.values_BSNK)
-        return self.ops.output(o_BRNK, self.cache.placement)
+        return self.ops.output(layer, o_BRNK, self.cache.placement)
 
     def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
         """Only leave keys and values."""
