@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Playwright
 
     from tests.stream.live_service import Service
 
@@ -30,15 +30,21 @@ ARGUMENTS = [
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Chromium of this machine."""
-    playwright = pytest.importorskip("playwright.sync_api")
+def playwright() -> Iterator[Playwright]:
+    """What drives the browsers."""
+    api = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
+    with api.sync_playwright() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def browser(playwright: Playwright) -> Iterator[Browser]:
+    """Chromium of this machine."""
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    yield browser
+    browser.close()
 
 
 @pytest.fixture
@@ -60,7 +66,7 @@ def shared() -> Iterator[Service]:
     pytest.importorskip("fastapi")
     from tests.stream.live_service import running
 
-    with running(renderer=False, grace_s=2.0) as service:
+    with running(renderer=False, grace_s=8.0, bye_grace_s=2.0) as service:
         yield service
 
 

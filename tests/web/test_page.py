@@ -17,7 +17,7 @@ from stream.protocol import SessionState, WorldInfo
 from tests.web.fake_service import FakeService, serve
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 pytestmark = pytest.mark.cpu
 
@@ -375,3 +375,52 @@ def test_page_works_without_a_mouse(page: Page, service: FakeService) -> None:
             page.evaluate("document.activeElement.id || document.activeElement.dataset.scene")
         )
     assert {"stage", "pause", "reset", "transport", "prompt", "meadow-forest"} <= reached
+
+
+def test_freed_mouse_releases_all_keys(page: Page, service: FakeService) -> None:
+    play(page, service)
+    page.click("#stage", position={"x": 300, "y": 300})
+    page.wait_for_function("document.pointerLockElement !== null")
+    page.keyboard.down("w")
+    until(lambda: service.messages("act") and last_keys(service) == ("KeyW",))
+    page.evaluate("document.exitPointerLock()")
+    until(lambda: last_keys(service) == ())
+
+
+def test_fast_toggles_arrive_whole_and_in_order(page: Page, service: FakeService) -> None:
+    play(page, service)
+    for _ in range(10):
+        page.keyboard.press("a")
+        page.keyboard.press("d")
+    until(lambda: service.messages("act") and last_keys(service) == ())
+    edges = {edge[0]: edge[1:3] for act in service.messages("act") for edge in act.edges}
+    assert list(edges) == sorted(edges)
+    assert list(edges.values()) == [("KeyA", 1), ("KeyA", 0), ("KeyD", 1), ("KeyD", 0)] * 10
+
+
+def test_touch_sticks_walk_and_look_at_once(browser: Browser, service: FakeService) -> None:
+    context = browser.new_context(
+        viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True
+    )
+    page = context.new_page()
+    play(page, service)
+    debugger = context.new_cdp_session(page)
+    boxes = [page.locator(stick).bounding_box() for stick in ("#stick-walk", "#stick-look")]
+    centres = [(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2) for box in boxes if box]
+    (walk_x, walk_y), (look_x, look_y) = centres
+
+    def touch(kind: str, *points: tuple[float, float]) -> None:
+        debugger.send(
+            "Input.dispatchTouchEvent",
+            {
+                "type": kind,
+                "touchPoints": [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(points)],
+            },
+        )
+
+    touch("touchStart", (walk_x, walk_y), (look_x, look_y))
+    touch("touchMove", (walk_x, walk_y - 200), (look_x + 200, look_y))
+    until(lambda: service.messages("act") and service.messages("act")[-1].pad == (0, -1, 1, 0))
+    touch("touchEnd")
+    until(lambda: service.messages("act")[-1].pad == (0, 0, 0, 0))
+    context.close()
