@@ -4,11 +4,14 @@ Owns the slots, their states and the bound. Invariants: a slot holds one uint8 R
 FREE, WRITING, READY, READING, FREE; the writer blocks while every slot is taken (no frame of the
 model is dropped here) and is woken by a release, never by polling. Which frame a slot holds travels
 as `FrameMeta` in a message. Taken slots are what is still to be shown: the worker starts chunks by
-their number, so a slot is released when its frame was sent, not when it was read.
+their number and the time of the last release, so a slot is released when its frame was sent, not
+when it was read.
 """
 
 from __future__ import annotations
 
+import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing import get_context
@@ -28,6 +31,9 @@ CAPACITY = 2 * sum(FRAMES_PER_LATENT)
 """Two chunks."""
 NO_CHUNK = -1
 """Chunk of the first picture, which is shown before anything was made."""
+
+
+_TIME = struct.Struct("<d")
 
 
 class SlotState(IntEnum):
@@ -88,11 +94,13 @@ class FrameRing:
         self._is_cancelled = False
         self._next = 0
         self._frame_bytes = handle.width_px * handle.height_px * 3
+        self._time_at = _end_of_frames(handle.capacity, self._frame_bytes)
 
     @classmethod
     def create(cls, *, width_px: int, height_px: int, capacity: int = CAPACITY) -> Self:
         """Make a ring with every slot free: new shared memory is zero."""
-        memory = SharedMemory(create=True, size=capacity * (1 + width_px * height_px * 3))
+        end = _end_of_frames(capacity, width_px * height_px * 3)
+        memory = SharedMemory(create=True, size=end + _TIME.size)
         handle = RingHandle(
             name=memory.name,
             width_px=width_px,
@@ -116,6 +124,12 @@ class FrameRing:
     def taken_count(self) -> int:
         """Slots that are not free."""
         return sum(map(bool, self._buffer[: self.capacity]))
+
+    @property
+    def released_s(self) -> float:
+        """When a slot was freed last, by the monotonic clock that processes share; 0 for never."""
+        (released_s,) = _TIME.unpack_from(self._buffer, self._time_at)
+        return float(released_s)
 
     def state(self, slot: int) -> SlotState:
         """Return the state of a slot."""
@@ -174,6 +188,7 @@ class FrameRing:
             StateError: the slot holds no frame.
         """
         self._expect(slot, SlotState.READY, SlotState.READING)
+        _TIME.pack_into(self._buffer, self._time_at, time.monotonic())
         self._buffer[slot] = SlotState.FREE
         self.handle.free.release()
 
@@ -210,3 +225,8 @@ class FrameRing:
         if found not in allowed:
             names = ", ".join(state.name for state in allowed)
             raise StateError(f"frame ring: slot {slot} is {found.name}; expected {names}")
+
+
+def _end_of_frames(capacity: int, frame_bytes: int) -> int:
+    """Offset behind states and frames, on a border of 8 bytes: such times are written at once."""
+    return -(-capacity * (1 + frame_bytes) // _TIME.size) * _TIME.size

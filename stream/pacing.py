@@ -118,16 +118,14 @@ def forecast_pts90(timeline: Timeline, decision: PacingDecision, frame_count: in
 
 
 def start_wait_s(
-    frames_waiting: int,
-    period_s: float,
+    left_s: float,
     chunk_costs_s: Sequence[float],
     margin_s: float = START_MARGIN_S,
 ) -> float:
     """How long the next chunk may still wait for fresher actions; 0 means: start now.
 
     Args:
-        frames_waiting: made and not yet shown.
-        period_s: time between frames.
+        left_s: until everything is shown that was made.
         chunk_costs_s: generation times so far, oldest first; the newest `COST_WINDOW` count.
         margin_s: reserve on top of the 95th percentile (nearest rank) of the costs.
     """
@@ -135,4 +133,4 @@ def start_wait_s(
     if not costs_s:
         return 0.0
     p95_s = costs_s[math.ceil(0.95 * len(costs_s)) - 1]
-    return max(0.0, frames_waiting * period_s - p95_s - margin_s)
+    return max(0.0, left_s - p95_s - margin_s)

@@ -258,7 +258,10 @@ class Worker:
             return None
         if live.is_single_step:
             return 0.0
-        return self._schedule.wait_s(self._ring.taken_count, time.monotonic())
+        if live.rollout.chunk_index == 0:  # frames in the ring are those of another world
+            return 0.0
+        ring = self._ring
+        return self._schedule.wait_s(ring.taken_count, ring.released_s, time.monotonic())
 
     def _apply(self, command: Command, ids: tuple[int, ...]) -> None:
         live = self._live
@@ -353,7 +356,6 @@ class Worker:
             seed=live.seed,
             trace_path=trace_file(self._config.trace_folder, live.session_id, live.epoch),
         )
-        self._schedule.restart()
         return live.rollout
 
     def _report_start(
@@ -464,8 +466,6 @@ class Worker:
             offset=offset,
         )
         live.next_frame_id += 1
-        if chunk != NO_CHUNK:
-            self._schedule.frame_made(time.monotonic())
         self._report(FrameReady(slot=slot, meta=meta))
 
     def _open(self, start_from: StartFrom) -> tuple[Start, World]:

@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -45,6 +46,17 @@ def test_a_frame_crosses_as_it_is(writer: FrameRing, reader: FrameRing) -> None:
     assert reader.taken_count == 1
     reader.release(slot)
     assert reader.taken_count == 0
+
+
+def test_the_writer_knows_when_a_slot_was_freed_last(writer: FrameRing, reader: FrameRing) -> None:
+    assert writer.released_s == 0.0
+    slots = [writer.write(_frame(each)) for each in range(3)]
+    begin_s = time.monotonic()
+    reader.release(slots[0])
+    first_s = writer.released_s
+    reader.release(slots[2])
+    assert begin_s <= first_s <= writer.released_s <= time.monotonic()
+    assert np.array_equal(reader.read(slots[1]), _frame(1))
 
 
 def test_what_was_read_stays_when_the_slot_is_used_again(

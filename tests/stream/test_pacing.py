@@ -132,22 +132,22 @@ def test_wrong_rate_is_refused(fps):
 
 
 def test_first_chunk_starts_at_once():
-    assert pacing.start_wait_s(34, PERIOD_S, []) == 0.0
+    assert pacing.start_wait_s(34 * PERIOD_S, []) == 0.0
 
 
 def test_chunk_starts_when_playout_left_is_its_cost():
-    wait_s = pacing.start_wait_s(17, PERIOD_S, [0.5] * 20, margin_s=0.04)
+    wait_s = pacing.start_wait_s(17 * PERIOD_S, [0.5] * 20, margin_s=0.04)
     assert wait_s == pytest.approx(17 * PERIOD_S - 0.54)
 
 
 def test_one_outlier_in_twenty_is_passed_over_and_two_are_not():
-    assert pacing.start_wait_s(34, PERIOD_S, [0.1] * 19 + [1.0]) > 1.0
-    assert pacing.start_wait_s(34, PERIOD_S, [0.1] * 18 + [1.0] * 2) < 0.4
+    assert pacing.start_wait_s(34 * PERIOD_S, [0.1] * 19 + [1.0]) > 1.0
+    assert pacing.start_wait_s(34 * PERIOD_S, [0.1] * 18 + [1.0] * 2) < 0.4
 
 
 def test_old_costs_are_forgotten():
-    assert pacing.start_wait_s(34, PERIOD_S, [5.0] * 20 + [0.1] * 20) > 1.0
+    assert pacing.start_wait_s(34 * PERIOD_S, [5.0] * 20 + [0.1] * 20) > 1.0
 
 
 def test_slow_chunk_starts_at_once():
-    assert pacing.start_wait_s(17, PERIOD_S, [0.9]) == 0.0
+    assert pacing.start_wait_s(17 * PERIOD_S, [0.9]) == 0.0
