@@ -102,7 +102,7 @@ export class Video {
     this.video.hidden = !isRtc;
     this.canvas.hidden = isRtc;
     this.hooks.onRung(rung, why);
-    const onFailed = () => this.fall("failed");
+    const onFailed = (/** @type {string} */ why) => this.fall(why);
     const { send } = this.hooks;
     if (isRtc) {
       send({ t: "media", transport: "webrtc" });
@@ -114,7 +114,7 @@ export class Video {
           this.hooks.onRtpFrame(rtp);
         },
       });
-      this.rtc.offer().catch(onFailed);
+      this.rtc.offer().catch(() => this.fall("failed"));
       return;
     }
     const onFrame = (/** @type {import("./ws_video.js").Packet} */ packet) => {

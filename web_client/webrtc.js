@@ -30,7 +30,7 @@ export class RtcVideo {
   /**
    * @param {{gen: number, video: HTMLVideoElement, iceServers: RTCIceServer[], isRelay: boolean,
    *   send: (message: ClientMessage) => void, onFrame: (rtp: number | undefined) => void,
-   *   onFailed: () => void}} options
+   *   onFailed: (why: string) => void}} options
    */
   constructor(options) {
     this.options = options;
@@ -63,7 +63,7 @@ export class RtcVideo {
     this.peer.onconnectionstatechange = () => {
       if (this.isClosed) return;
       send({ t: "rtc.state", gen, state: this.peer.connectionState });
-      if (this.peer.connectionState === "failed") options.onFailed();
+      if (this.peer.connectionState === "failed") options.onFailed("failed");
     };
   }
 
@@ -100,7 +100,7 @@ export class RtcVideo {
   async answer(sdp) {
     if (this.isClosed || this.isAnswered) return;
     this.isAnswered = true;
-    if (isHopeless(sdp)) return this.options.onFailed();
+    if (isHopeless(sdp)) return this.options.onFailed("no address that this browser reaches");
     await this.peer.setRemoteDescription({ type: "answer", sdp });
   }
 

@@ -45,7 +45,7 @@ export async function decodableCodecs() {
 export class WsVideo {
   /**
    * @param {{canvas: HTMLCanvasElement, send: (message: ClientMessage) => void,
-   *   onFrame: (packet: Packet) => void, onFailed: () => void}} options
+   *   onFrame: (packet: Packet) => void, onFailed: (why: string) => void}} options
    */
   constructor(options) {
     this.options = options;
@@ -126,7 +126,7 @@ export class WsVideo {
     this.decoding.clear();
     if (packet) this.drop(packet);
     this.needsKey = true;
-    if (reason === "error" && ++this.errors >= 3) return this.options.onFailed();
+    if (reason === "error" && ++this.errors >= 3) return this.options.onFailed("cannot be decoded");
     this.options.send({ t: "kf", reason });
   }
 
