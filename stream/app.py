@@ -20,6 +20,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from stream import http_bodies as bodies
 from stream import metrics, uploads
@@ -62,6 +63,13 @@ def create_app(live: Live) -> FastAPI:
         openapi_url="/v1/openapi.json",
         responses=_ERRORS,
     )
+    if live.settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=live.settings.allowed_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("Authorization", "Content-Type", "Idempotency-Key"),
+        )
     app.add_middleware(Gate, settings=live.settings)
     _add_errors(app, live)
     _add_operations(app, live)
@@ -194,7 +202,9 @@ def _add_errors(app: FastAPI, live: Live) -> None:
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> JSONResponse:
         code = _HTTP_CODES.get(error.status_code, ErrorCode.BAD_MESSAGE)
-        return answer(code, status=error.status_code)
+        refusal = answer(code, status=error.status_code)
+        refusal.headers.update(error.headers or {})  # which methods are allowed
+        return refusal
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:

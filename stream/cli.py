@@ -240,6 +240,12 @@ class Serve:
     """Address to listen on; by default 127.0.0.1, this machine only."""
     port: Number = None
     """1 to 65535; by default 8000."""
+    tls_cert: File = None
+    """PEM file of the certificate; needed, with its key, where other machines can connect."""
+    tls_key: File = None
+    """PEM file of the certificate's key."""
+    trusted_proxies: Text = None
+    """Addresses of proxies that have TLS instead, with commas between them."""
     token: Text = None
     """Access token; made up and printed when other machines can reach the service."""
     ice_server: Text = None

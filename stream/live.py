@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
@@ -24,18 +22,21 @@ from stream import server_messages as server
 from stream.actions import FRAMES_PER_CHUNK, wall_ms
 from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.gate import has_token
+from stream.gauges import bring_up_to_date
 from stream.info import limits, service_info
 from stream.jobs import WorldSpec, world_spec
 from stream.limits import BucketTable
+from stream.loop_probe import LoopProbe
 from stream.media_events import MediaSettings
+from stream.memory import MemoryWatch, Pressure
 from stream.metrics import Metrics
 from stream.peer import IceServerSettings, IceSettings
-from stream.processes import usage
 from stream.protocol import SessionState
 from stream.room import Room
 from stream.scenes import Scene, draw_scenes
 from stream.session_files import SessionFiles
-from stream.sessions import Admission, Change, Event, Registry, Session
+from stream.session_states import Event, Session
+from stream.sessions import Admission, Change, Registry
 from stream.settings import ServerSettings
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.uploads import ImageStore
@@ -45,6 +46,7 @@ from stream.workers import FPS, Workers
 from stream.world_source import LoadedWorlds, OpenSource
 
 TICK_S = 0.25
+RECYCLE_EVERY_S = 60.0
 ROOM_END = "room end"
 VITAL = "vital"
 """Name of tasks that the service cannot do without."""
@@ -100,6 +102,8 @@ class Live:
         self._creations = BucketTable(
             per_s=settings.sessions_per_min / 60, burst=settings.sessions_per_min
         )
+        self._memory = MemoryWatch(settings.memory_limit_mib, settings.gpu_limit_mib)
+        self._recycled_s = -RECYCLE_EVERY_S
         self._tasks: set[asyncio.Task[None]] = set()
         self._scenes_drawn = asyncio.Event()
         self._is_closing = False
@@ -124,6 +128,8 @@ class Live:
             self._spawn(seat.run(), VITAL)
         self._spawn(self._draw_scenes(), "scenes")
         self._spawn(self._tick_forever(), VITAL)
+        probe = LoopProbe(self.metrics.loop_lag_s.observe, self.metrics.loop_stuck.inc)
+        self._spawn(probe.run(), "loop probe")
 
     async def close(self) -> None:
         """Tell everybody, end everything. Calling it again does nothing."""
@@ -153,7 +159,8 @@ class Live:
     @property
     def is_ready(self) -> bool:
         """Whether visitors can play."""
-        return not self._is_closing and self.workers.is_ready
+        is_fine = self._memory.pressure is Pressure.FINE
+        return not self._is_closing and is_fine and self.workers.is_ready
 
     async def info(self) -> bodies.ServiceInfo:
         """Everything a page needs before it opens a session."""
@@ -181,6 +188,9 @@ class Live:
         bucket = self._creations.bucket(address)
         if not bucket.take(now_s):
             raise ProtocolError(ErrorCode.RATE_LIMIT, "sessions", retry_ms=bucket.wait_ms(now_s))
+        is_new = request.resume is None and request.role == "controller"
+        if is_new and self._memory.pressure is not Pressure.FINE:
+            raise ProtocolError(ErrorCode.NOT_READY, "memory", retry_ms=10_000)
         if request.scene is not None or request.image_id is not None:
             self._start_from(request.scene, request.image_id)
         if idempotency_key is not None:
@@ -288,27 +298,13 @@ class Live:
 
     def metrics_text(self) -> bytes:
         """All metrics, gauges brought up to date."""
-        metrics = self.metrics
-        states = Counter(session.state for session in self.registry)
-        for state in SessionState:
-            metrics.sessions.labels(state=str(state)).set(states[state])
-        metrics.viewers.set(sum(len(room.viewers) for room in self._rooms.values()))
-        metrics.queue_length.set(len(self.registry.queue()))
-        media = [
-            room.transports.media.stats()
-            for room in self._rooms.values()
-            if room.transports.media is not None
-        ]
-        metrics.playout_left_s.set(min((each.playout_left_s for each in media), default=0.0))
-        metrics.bitrate_bps.set(min((each.bitrate_bps for each in media), default=0))
-        metrics.remb_bps.set(min((each.remb_bps for each in media if each.remb_bps), default=0))
-        metrics.rtt_s.set(max((each.rtt_s for each in media if each.rtt_s), default=0.0))
-        metrics.ring_frames.set(self.workers.frames_in_rings)
-        for process, pids in (("service", [os.getpid()]), ("workers", self.workers.pids)):
-            resident_mib = usage(pids).resident_mib
-            metrics.resident_bytes.labels(process=process).set(resident_mib * 2**20)
-        metrics.device_bytes.set(self.workers.device_bytes)
-        return metrics.text()
+        bring_up_to_date(
+            self.metrics,
+            registry=self.registry,
+            rooms=self._rooms.values(),
+            workers=self.workers,
+        )
+        return self.metrics.text()
 
     # ---- inside
 
@@ -372,7 +368,7 @@ class Live:
 
     def _assign(self) -> None:
         """Give free seats to those who wait."""
-        if self._is_closing:
+        if self._is_closing or self._memory.pressure is not Pressure.FINE:
             return
         free = self.workers.free_seats
         chosen = self.registry.assign(len(free), time.monotonic())
@@ -442,15 +438,14 @@ class Live:
         last_stats_s = time.monotonic()
         told_stage = ""
         while True:
-            due_s = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
-            self.metrics.loop_lag_s.observe(max(0.0, now_s - due_s))
             self.registry.tick(now_s, is_loaded=self.workers.is_loaded)
             self._assign()
             self._forget_rooms()
             if now_s - last_stats_s >= 1.0:
                 last_stats_s = now_s
+                self._judge_memory(now_s)
                 self._tell(now_s)
             loading = self.workers.loading
             stage = "" if loading is None else f"{loading.stage} {loading.percent:.0f}"
@@ -458,6 +453,19 @@ class Live:
                 for room in self._rooms.values():
                     room.broadcast(loading)
             told_stage = stage
+
+    def _judge_memory(self, now_s: float) -> None:
+        """With too little memory nobody is admitted; if that does not help, sessions end."""
+        before, use = self._memory.pressure, self.workers.memory
+        pressure = self._memory.judge(use, now_s)
+        if pressure is not before:
+            log.warning("memory", pressure=str(pressure), mib=round(use.resident_mib))
+        if pressure is not Pressure.DRAIN:
+            return
+        self.registry.drain(ErrorCode.NOT_READY, "memory", now_s)
+        if now_s - self._recycled_s >= RECYCLE_EVERY_S and self.workers.free_seats:
+            self._recycled_s = now_s
+            self.workers.recycle_free("memory")
 
     def _tell(self, now_s: float) -> None:
         """Once a second: places in the queue, figures, the end of a lease."""

@@ -88,6 +88,8 @@ class Metrics:
         self.fallbacks = self._counter("transports_chosen", "Transports chosen", ("transport",))
         self.reconnects = self._counter("reconnects", "Players that came back")
         self.worker_restarts = self._counter("worker_restarts", "Workers started again")
+        self.loop_stuck = self._counter("loop_stuck", "Times that the event loop stood still")
+        self.illegal_changes = self._gauge("illegal_changes", "Changes of state that no table has")
         self.uploads = self._counter("uploads", "Seed images", ("result",))
         self.sessions = self._gauge("sessions", "Sessions", ("state",))
         self.viewers = self._gauge("viewers", "Open sockets with a session")

@@ -129,8 +129,12 @@ def start_wait_s(
         chunk_costs_s: generation times so far, oldest first; the newest `COST_WINDOW` count.
         margin_s: reserve on top of the 95th percentile (nearest rank) of the costs.
     """
-    costs_s = sorted(chunk_costs_s[-COST_WINDOW:])
-    if not costs_s:
+    if not chunk_costs_s:
         return 0.0
-    p95_s = costs_s[math.ceil(0.95 * len(costs_s)) - 1]
-    return max(0.0, left_s - p95_s - margin_s)
+    return max(0.0, left_s - cost_p95(chunk_costs_s) - margin_s)
+
+
+def cost_p95(chunk_costs: Sequence[float]) -> float:
+    """95th percentile (nearest rank) of the newest `COST_WINDOW` costs, oldest first; 0 of none."""
+    costs = sorted(chunk_costs[-COST_WINDOW:])
+    return costs[math.ceil(0.95 * len(costs)) - 1] if costs else 0.0

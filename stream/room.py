@@ -19,11 +19,13 @@ from stream import client_messages as client
 from stream import protocol as p
 from stream import server_messages as server
 from stream.actions import FRAMES_PER_CHUNK, wall_ms
+from stream.chunk_watch import ChunkWatch
 from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.info import CHUNK, latch_ms
 from stream.inputs import PhotonMeter, SessionInput
 from stream.protocol import SessionState
-from stream.sessions import TRANSITIONS, Change, Event, Session
+from stream.session_states import TRANSITIONS, Event, Session
+from stream.sessions import Change
 from stream.transports import Transports
 from stream.viewer import Surroundings, Viewer
 from stream.worker_messages import (
@@ -33,6 +35,7 @@ from stream.worker_messages import (
     Failed,
     FailureCode,
     FrameReady,
+    Heartbeat,
     Loading,
     Pause,
     Report,
@@ -85,6 +88,7 @@ class Room:
         self._last_act_ms = 0.0
         self._act_lag_ms: float | None = None
         self._gen_ms: float | None = None
+        self._watch = ChunkWatch()
         self._queue_told: server.Queue | None = None
         self.trace: SessionStarted | None = None
         """Newest start, which names the trace."""
@@ -314,6 +318,7 @@ class Room:
             case ChunkDone():
                 made_ms = report.total_ms - report.ring_wait_ms
                 self._gen_ms = made_ms
+                self._watch.made(made_ms)
                 metrics.chunk_s.observe(made_ms / 1e3)
                 metrics.denoise_s.observe(sum(report.denoise_ms) / 1e3)
                 metrics.refresh_s.observe(report.refresh_ms / 1e3)
@@ -331,6 +336,10 @@ class Room:
                         stage=report.stage, percent=report.percent, seconds=report.seconds
                     )
                 )
+            case Heartbeat():
+                if self._watch.is_slow(report.busy_ms):
+                    log.warning("chunk_slow", busy_ms=report.busy_ms)
+                    self.broadcast(server.Warn(code="SLOW", msg="The next chunk takes long."))
             case Failed():
                 self._failed(report)
             case _:

@@ -11,6 +11,7 @@ import logging
 import secrets
 import signal
 import socket
+import ssl
 import sys
 import time
 from pathlib import Path
@@ -26,10 +27,13 @@ from stream import protocol
 from stream.app import create_app
 from stream.jobs import check_writable
 from stream.live import Live, spec_of
+from stream.memory import available_bytes
 from stream.settings import ServerSettings
 
 SHUTDOWN_LIMIT_S = 5
 PROGRESS_S = 0.5
+WORKER_BYTES = 300 * 2**20
+"""What a worker takes besides its weights, which lie in memory twice while they are loaded."""
 
 
 class LiveServer(uvicorn.Server):
@@ -94,8 +98,6 @@ def serve(settings: ServerSettings) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     live = Live(settings, on_lost=stop)
     server = LiveServer(uvicorn_config(create_app(live), settings), live)
-    if not settings.is_loopback and not settings.trusted_proxies:
-        _say("warning: other machines can connect, and nothing is encrypted; put TLS in front")
     _say(f"starting {settings.preset} on {settings.host}:{settings.port}")
     with listener:
         server.run(sockets=[listener])
@@ -112,8 +114,11 @@ def uvicorn_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
         access_log=False,
         ws_max_size=protocol.MESSAGE_LIMIT_BYTES,
         ws_max_queue=32,
-        ws_ping_interval=5.0,
-        ws_ping_timeout=settings.dead_s,
+        # Who is lost right after an answer is found with the next ping, within `dead_s` in all.
+        ws_ping_interval=settings.dead_s / 2.0,
+        ws_ping_timeout=settings.dead_s / 2.0,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         ws_per_message_deflate=False,
         timeout_graceful_shutdown=SHUTDOWN_LIMIT_S,
         proxy_headers=bool(proxies),
@@ -130,14 +135,20 @@ def check(settings: ServerSettings) -> None:
         CheckpointError: weights are missing.
         UnsupportedError: the preset makes no frames.
     """
+    check_exposure(settings)
     if settings.preset == "h3_33b" and not settings.renderer:
-        raise UnsupportedError("preset: h3_33b has no decoder yet; allowed: mini, tiny")
+        raise UnsupportedError(
+            "preset: h3_33b makes latents only; needed for frames: a decoder with its weights, "
+            "present: none; allowed: mini, tiny"
+        )
     spec = spec_of(settings)
     found = preset(spec.preset)
     if spec.source == "model" and spec.weights != "random":
         folder = found.weights if spec.weights == "shipped" else Path(spec.weights)
         if folder is None or not folder.is_dir():
             raise CheckpointError(f"weights: {folder} is no folder")
+        if not settings.device.startswith("cuda"):
+            check_memory(folder, settings.max_sessions)
     if settings.record is not None:
         Path(settings.record).mkdir(parents=True, exist_ok=True)
         check_writable(Path(settings.record), "record")
@@ -145,6 +156,44 @@ def check(settings: ServerSettings) -> None:
 
     if "libx264" not in av.codecs_available:
         raise ConfigError("codec: this build of PyAV has no libx264; install one that has it")
+
+
+def check_exposure(settings: ServerSettings) -> None:
+    """Refuse to be reached from outside without encryption.
+
+    Raises:
+        ConfigError: a public address without TLS or a proxy that has it; TLS files of no use.
+    """
+    if settings.tls_cert is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(settings.tls_cert, settings.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"tls_cert: {settings.tls_cert}, tls_key: {settings.tls_key}: {error}; "
+                "allowed: PEM files that belong together"
+            ) from error
+    elif not settings.is_loopback and not settings.trusted_proxies:
+        raise ConfigError(
+            f"host: other machines can reach {settings.host}, so TLS is needed: --tls-cert and "
+            "--tls-key, or --trusted-proxies with the address of a proxy that has it"
+        )
+
+
+def check_memory(weights: Path, worker_count: int) -> None:
+    """Refuse more workers than the machine has memory for.
+
+    Raises:
+        DeviceError: names what is needed and what is there.
+    """
+    present = available_bytes()
+    weight_bytes = sum(path.stat().st_size for path in weights.rglob("*.safetensors"))
+    needed = worker_count * (WORKER_BYTES + 2 * weight_bytes)
+    if present is not None and present < needed:
+        raise DeviceError(
+            f"memory: {needed / 2**30:.1f} GiB needed for {worker_count} worker(s), "
+            f"{present / 2**30:.1f} GiB present"
+        )
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -168,7 +217,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 def with_token(settings: ServerSettings) -> ServerSettings:
     """Make up an access token where others can reach the service and none was given."""
-    if settings.token is not None or settings.is_loopback:
+    if settings.token is not None or not settings.is_public:
         return settings
     return settings.model_copy(update={"token": SecretStr(secrets.token_urlsafe(24))})
 
@@ -179,7 +228,8 @@ def page_url(settings: ServerSettings) -> str:
     host = socket.gethostname() if is_any else settings.host
     host = f"[{host}]" if ":" in host else host
     token = "" if settings.token is None else f"#token={settings.token.get_secret_value()}"
-    return f"http://{host}:{settings.port}/{token}"
+    scheme = "http" if settings.tls_cert is None else "https"
+    return f"{scheme}://{host}:{settings.port}/{token}"
 
 
 def _say(message: str) -> None:

@@ -1,12 +1,9 @@
-"""Sessions of the live service: states, admission, queue, leases, tickets.
+"""Sessions of the live service: admission, queue, leases, tickets.
 
 Owns who may play, who watches, who waits. Pure: no network, no worker, the clock (seconds, any
 origin) is an argument. Invariants: every change of state goes through `Registry.transition` and is
 in `TRANSITIONS`; an illegal one is logged, counted and ignored; slots never hold more than one
 session; tickets work once; a resume token works once and is replaced.
-
-    QUEUED -> WARMING -> READY -> RUNNING <-> PAUSED -> CLOSED
-    GRACE holds the place of a player whose socket was lost; DRAINING and FAILED lead to CLOSED
 """
 
 from __future__ import annotations
@@ -16,8 +13,7 @@ import secrets
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Literal
 
 import structlog
@@ -25,6 +21,7 @@ import structlog
 from stream.error_codes import ErrorCode, ProtocolError
 from stream.http_bodies import CreateSession
 from stream.protocol import SessionState, WorldInfo, clean_prompt
+from stream.session_states import EVENT_AT_END, LIVE, TRANSITIONS, Event, Session
 from stream.settings import ServerSettings
 
 log = structlog.get_logger(__name__)
@@ -36,78 +33,8 @@ DRAIN_S = 2.0
 """What is made already is shown before a session that drains closes."""
 REMEMBERED_S = 600.0
 """How long files and status of a closed session can be fetched."""
-Role = Literal["controller", "viewer"]
-
-
-class Event(StrEnum):
-    """What moves a session from one state to another."""
-
-    ASSIGN = "assign"
-    FIRST_FRAME = "first_frame"
-    PLAY = "play"
-    PAUSE = "pause"
-    RESTART = "restart"
-    """The worker died; it loads again."""
-    LOST = "lost"
-    RETURN = "return"
-    DRAIN = "drain"
-    FAIL = "fail"
-    CLOSE = "close"
-
-
 _S = SessionState
-_LIVE = (_S.WARMING, _S.READY, _S.RUNNING, _S.PAUSED)
-TRANSITIONS: dict[tuple[SessionState, Event], SessionState] = {
-    (_S.QUEUED, Event.ASSIGN): _S.WARMING,
-    (_S.WARMING, Event.FIRST_FRAME): _S.READY,
-    (_S.READY, Event.PLAY): _S.RUNNING,
-    (_S.READY, Event.PAUSE): _S.PAUSED,
-    (_S.RUNNING, Event.PAUSE): _S.PAUSED,
-    (_S.PAUSED, Event.PLAY): _S.RUNNING,
-    **{(state, Event.RESTART): _S.WARMING for state in _LIVE},
-    **{(state, Event.LOST): _S.GRACE for state in _LIVE},
-    (_S.GRACE, Event.RETURN): _S.WARMING,  # or where it came from: see `transition`
-    **{(state, Event.DRAIN): _S.DRAINING for state in (*_LIVE, _S.GRACE, _S.QUEUED)},
-    **{(state, Event.FAIL): _S.FAILED for state in (*_LIVE, _S.GRACE, _S.QUEUED)},
-    **{(state, Event.CLOSE): _S.CLOSED for state in SessionState if state != _S.CLOSED},
-}
-_EVENT_AT_END = {
-    ErrorCode.WARMUP_TIMEOUT: Event.FAIL,
-    ErrorCode.MAX_DURATION: Event.DRAIN,
-}
-
-
-@dataclass(kw_only=True, slots=True)
-class Session:
-    """What the service knows of one session; changed by its `Registry` only."""
-
-    id: str
-    client: str | None
-    world: WorldInfo
-    created_s: float
-    state: SessionState
-    reason: str = "created"
-    since_s: float
-    resume_token: str
-    gone_since_s: float | None
-    """When the player's socket was lost; at first when the session was made."""
-    started_s: float | None = None
-    """When it got its slot."""
-    last_input_s: float
-    before_grace: SessionState | None = None
-    before_restart: SessionState | None = None
-    """RUNNING or PAUSED, to go on with once the world is back after its worker died."""
-    said_bye: bool = False
-    """The page that plays was left, or is loaded anew: it has less time to come back."""
-    viewer_ids: set[str] = field(default_factory=set)
-    last_error: ErrorCode | None = None
-    last_seq: int = -1
-    is_end_warned: bool = False
-
-    @property
-    def holds_slot(self) -> bool:
-        """Whether it takes a worker's slot."""
-        return self.state not in (_S.QUEUED, _S.CLOSED)
+Role = Literal["controller", "viewer"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,7 +242,7 @@ class Registry:
             return
         session.gone_since_s = now_s
         session.said_bye = said_bye
-        if session.state in _LIVE:
+        if session.state in LIVE:
             self.transition(session, Event.LOST, "connection lost", now_s)
 
     def input(self, session: Session, now_s: float) -> None:
@@ -336,7 +263,7 @@ class Registry:
             ended = self._overdue(session, now_s, is_loaded=is_loaded)
             if ended is not None:
                 code, reason = ended
-                event = _EVENT_AT_END.get(code, Event.CLOSE)
+                event = EVENT_AT_END.get(code, Event.CLOSE)
                 if session.state in (_S.DRAINING, _S.FAILED):
                     event = Event.CLOSE
                 self.transition(session, event, reason, now_s, code)
@@ -469,7 +396,7 @@ class Registry:
         if join is not None:
             session = self.get(join)
         else:
-            playing = [each for each in self._sessions.values() if each.state in (*_LIVE, _S.GRACE)]
+            playing = [each for each in self._sessions.values() if each.state in (*LIVE, _S.GRACE)]
             if not playing:
                 raise ProtocolError(ErrorCode.NO_SESSION, "nobody plays")
             session = playing[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -23,7 +24,7 @@ class ServerSettings(BaseSettings):
     """Everything that the service can be told. Times are in the unit of the name."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX, frozen=True, extra="ignore", env_ignore_empty=True
+        env_prefix=ENV_PREFIX, frozen=True, extra="forbid", env_ignore_empty=True
     )
 
     preset: Literal["mini", "h3_33b", "tiny"] = "mini"
@@ -44,7 +45,11 @@ class ServerSettings(BaseSettings):
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """Origins of other pages that may use it, such as https://example.org."""
     trusted_proxies: str = ""
-    """Addresses whose X-Forwarded-* headers count, with commas between them."""
+    """Addresses of proxies that encrypt, with commas between them; their X-Forwarded-* count."""
+    tls_cert: str | None = None
+    """PEM file of the certificate and its chain."""
+    tls_key: str | None = None
+    """PEM file of its private key."""
     token: SecretStr | None = None
     """Needed by whoever creates a session; made up and printed when bound to the outside."""
 
@@ -62,6 +67,11 @@ class ServerSettings(BaseSettings):
     max_queue: Annotated[int, Field(ge=0, le=1_000)] = 16
     max_viewers: Annotated[int, Field(ge=0, le=64)] = 8
     """For each session, the player not counted."""
+
+    memory_limit_mib: Annotated[int, Field(ge=64)] | None = None
+    """Resident memory of all processes above which nobody is admitted, then sessions end."""
+    gpu_limit_mib: Annotated[int, Field(ge=64)] | None = None
+    """The same for the memory of devices."""
 
     hb_ms: Annotated[int, Field(ge=200, le=10_000)] = 2_000
     dead_s: Annotated[float, Field(ge=1, le=60)] = 10.0
@@ -112,6 +122,22 @@ class ServerSettings(BaseSettings):
             raise ValueError("allowed: A-B, such as 50000-50100")
         return (int(first), int(last))
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, value: str) -> str:
+        for each in filter(None, (part.strip() for part in value.split(","))):
+            try:
+                ipaddress.ip_network(each, strict=False)
+            except ValueError:
+                raise ValueError("allowed: addresses or networks such as 10.0.0.0/8") from None
+        return value
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert, tls_key: only one is given; allowed: both or none")
+        return self
+
     @model_validator(mode="after")
     def _check_ports(self) -> Self:
         if self.udp_ports is not None:
@@ -129,6 +155,11 @@ class ServerSettings(BaseSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def is_public(self) -> bool:
+        """Whether other machines can reach it, by themselves or through a proxy."""
+        return not self.is_loopback or bool(self.trusted_proxies)
 
     @property
     def ice_servers(self) -> tuple[IceServer, ...]:
@@ -167,6 +198,10 @@ def load_settings(**given: Any) -> ServerSettings:
         ConfigError: names the setting, its value and what is allowed.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
+    known = {f"{ENV_PREFIX}{name}".upper() for name in ServerSettings.model_fields}
+    for name in sorted(os.environ):
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ConfigError(f"{name}: there is no such setting; see worldstream serve --help")
     try:
         return ServerSettings(**chosen)
     except ValidationError as error:

@@ -186,6 +186,11 @@ class WorkerHandle:
             self._reports.put_nowait(SessionEnded(session_id=self._ending_id))
             self._ending_id = None
 
+    def recycle(self, reason: str) -> None:
+        """Part from a worker that holds memory but no session; another one takes over."""
+        if self.info is not None and self._session is None and self._ending_id is None:
+            self._lose(FailureCode.WORKER_DIED, reason)
+
     async def close(self) -> None:
         """End the worker and free everything, within 5 s. Calling it again does nothing."""
         if self._is_closed:
@@ -267,8 +272,9 @@ class WorkerHandle:
                 if session.next_prompt is not None and report.chunk >= session.next_prompt[0]:
                     session.next_prompt = None
                 self._backoff_s = self._limits.backoff_first_s
-            case Heartbeat() if report.busy_ms > self._limits.chunk_s * 1000.0:
-                self._lose(FailureCode.GEN_TIMEOUT, f"a chunk takes {report.busy_ms:.0f} ms")
+            case Heartbeat():
+                if report.busy_ms > self._limits.chunk_s * 1000.0:
+                    self._lose(FailureCode.GEN_TIMEOUT, f"a chunk takes {report.busy_ms:.0f} ms")
             case SessionEnded():
                 self._note_ended(report)
             case Failed(is_fatal=True):
@@ -316,6 +322,7 @@ class WorkerHandle:
             return
         self._disconnect()
         was_loading, self.info = self.info is None, None
+        self.device_bytes = 0
         if self._is_closed:
             return
         self._report_ended()

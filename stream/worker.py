@@ -1,6 +1,6 @@
 """The worker process: owns the model, takes actions, fills the ring, reports.
 
-Owns the loop of a session, the moment at which a chunk starts, and the clock of the heartbeat.
+Owns the loop of a session and the moment at which a chunk starts.
 Invariants: commands act between chunks (those that end what is under way also between frames); an
 action is taken right before the model runs; a chunk starts as late as its cost allows without a gap
 in playback. Importing this module loads no torch; `run_worker` does.
@@ -12,8 +12,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -38,11 +38,9 @@ from stream.worker_messages import (
     Failed,
     FailureCode,
     FrameReady,
-    Heartbeat,
     Loading,
     Pause,
     Ready,
-    Report,
     Reset,
     Resume,
     SessionEnded,
@@ -54,6 +52,7 @@ from stream.worker_messages import (
     StepOnce,
     WorkerConfig,
 )
+from stream.worker_pulse import Pulse
 from stream.world_source import LoadedWorlds, OpenSource, WorldSource
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
 
     from stream.session import World
 
-HEARTBEAT_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -123,18 +121,17 @@ class Worker:
         open_source: OpenSource,
     ) -> None:
         self._config = config
-        self._connection = connection
         self._mailbox = mailbox
         self._ring = ring
         self._open_source = open_source
         self._inbox = CommandInbox(connection, ring)
-        self._send_lock = threading.Lock()
+        self._pulse = Pulse(connection, self._device_bytes)
+        self._report = self._pulse.report
         self._is_done = threading.Event()
         self._source: WorldSource | None = None
         self._worlds: tuple[StartFrom, Start, World] | None = None
         self._live: _Live | None = None
         self._schedule = ChunkSchedule(config.fps, config.jit_margin_ms / 1000.0)
-        self._busy_since_s: float | None = None
 
     def stop(self) -> None:
         """Ask for the end, after the frame in hand; from any thread or a signal handler."""
@@ -143,15 +140,14 @@ class Worker:
     def run(self) -> None:
         """Load, then serve."""
         self._inbox.start()
-        beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        beat.start()
+        self._pulse.start()
         try:
             if self._load():
                 while not self._is_done.is_set():
                     self._turn()
         finally:
             self._is_done.set()
-            beat.join(2 * HEARTBEAT_S)
+            self._pulse.stop()
             self._end_session()
             if self._source is not None:
                 self._source.close()
@@ -216,11 +212,11 @@ class Worker:
         """Commands, then a chunk if it is time for one."""
         for command, ids in merge_resets(self._inbox.take(self._wait_s())):
             # To start a session may mean to load a world, which has a limit of its own.
-            with nullcontext() if isinstance(command, StartSession) else self._busy():
+            with nullcontext() if isinstance(command, StartSession) else self._pulse.busy():
                 self._guarded(partial(self._apply, command, ids))
         if self._is_done.is_set() or self._wait_s() != 0.0:
             return
-        with self._busy():
+        with self._pulse.busy():
             self._guarded(self._make_chunk)
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -432,15 +428,6 @@ class Worker:
             )
         )
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Let the heartbeat tell how long this takes."""
-        self._busy_since_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._busy_since_s = None
-
     def _put(
         self,
         live: _Live,
@@ -451,11 +438,9 @@ class Worker:
         latch_ms: float,
         offset: int,
     ) -> None:
-        # Waiting for room is no work: a reader that is slow must not look like a stuck model.
-        is_busy, self._busy_since_s = self._busy_since_s is not None, None
-        slot = self._ring.write(frame_HWC)
-        if is_busy:
-            self._busy_since_s = time.monotonic()
+        # A reader that is slow must not look like a stuck model.
+        with self._pulse.waiting():
+            slot = self._ring.write(frame_HWC)
         meta = FrameMeta(
             frame_id=live.next_frame_id,
             epoch=live.epoch,
@@ -507,15 +492,3 @@ class Worker:
         from engine.device import held_bytes
 
         return held_bytes(worlds[2].device)
-
-    def _beat(self) -> None:
-        while not self._is_done.wait(HEARTBEAT_S):
-            since_s = self._busy_since_s
-            busy_s = 0.0 if since_s is None else time.monotonic() - since_s
-            device_bytes = self._device_bytes()
-            self._report(Heartbeat(busy_ms=busy_s * 1000.0, device_bytes=device_bytes))
-
-    def _report(self, report: Report) -> None:
-        # A parent that is gone reads no reports; the inbox ends the worker then.
-        with self._send_lock, suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send(report)

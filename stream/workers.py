@@ -6,10 +6,13 @@ Owns their start, their common readiness and progress, their end. Does not own s
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 from stream.jobs import WorldSpec
+from stream.memory import MemoryUse
+from stream.processes import usage
 from stream.seat import Seat
 from stream.server_messages import Loading
 from stream.settings import ServerSettings
@@ -113,6 +116,19 @@ class Workers:
     def device_bytes(self) -> int:
         """Memory that is held on GPUs."""
         return sum(seat.worker.device_bytes for seat in self.seats)
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Memory of this process and of all workers."""
+        return MemoryUse(
+            resident_mib=usage((os.getpid(), *self.pids)).resident_mib,
+            device_bytes=self.device_bytes,
+        )
+
+    def recycle_free(self, reason: str) -> None:
+        """Start workers without a session anew, so that they give their memory back."""
+        for seat in self.free_seats:
+            seat.worker.recycle(reason)
 
     def _config(self, records: Path) -> WorkerConfig:
         settings = self._settings

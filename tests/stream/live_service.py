@@ -28,6 +28,7 @@ from stream.jobs import Start, WorldSpec
 from stream.live import Live
 from stream.serve import LiveServer, uvicorn_config
 from stream.settings import load_settings
+from stream.supervisor import WatchdogLimits
 from stream.world_source import OpenSource
 from stream.ws_video import HEADER
 from tests.stream.painted_worlds import PaintedWorld
@@ -220,7 +221,11 @@ class Client:
 
 @contextmanager
 def running(
-    *, open_source: OpenSource = WidePaintedWorlds, is_waited_for: bool = True, **settings: Any
+    *,
+    open_source: OpenSource = WidePaintedWorlds,
+    watchdog: WatchdogLimits | None = None,
+    is_waited_for: bool = True,
+    **settings: Any,
 ) -> Iterator[Service]:
     """A service until the end of the block."""
     listener = socket.socket()
@@ -234,7 +239,7 @@ def running(
         "port": port,
         **settings,
     }
-    live = Live(load_settings(**chosen), open_source=open_source)
+    live = Live(load_settings(**chosen), open_source=open_source, watchdog=watchdog)
     server = LiveServer(uvicorn_config(create_app(live), live.settings), live)
     thread = threading.Thread(
         target=lambda: asyncio.run(server.serve(sockets=[listener])), name="service"

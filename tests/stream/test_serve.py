@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import ConfigError, DeviceError, UnsupportedError
 from stream import cli
-from stream.serve import bind, check, page_url, with_token
+from stream.serve import bind, check, check_exposure, check_memory, page_url, with_token
 from stream.settings import load_settings
 
 pytestmark = pytest.mark.cpu
@@ -73,8 +73,36 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         check(load_settings(record=str(tmp_path / "file")))
 
 
+def test_preset_without_a_decoder_says_what_is_needed_and_what_is_there() -> None:
+    with pytest.raises(UnsupportedError, match=r"needed.*decoder.*present: none.*allowed: mini"):
+        check(load_settings(preset="h3_33b", weights="random"))
+
+
+def test_other_machines_need_tls_or_a_proxy_that_has_it() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        with pytest.raises(ConfigError, match="--tls-cert"):
+            check_exposure(load_settings(host=host))
+    check_exposure(load_settings(host="0.0.0.0", trusted_proxies="10.0.0.1"))
+    check_exposure(load_settings())
+
+
+def test_files_of_no_use_for_tls_are_refused(tmp_path: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("junk")
+    for name in (str(junk), str(tmp_path / "none.pem")):
+        with pytest.raises(ConfigError, match="tls_cert"):
+            check_exposure(load_settings(tls_cert=name, tls_key=name))
+
+
+def test_memory_that_does_not_suffice_is_said_before_anything_loads(tmp_path: Path) -> None:
+    check_memory(tmp_path, 1)
+    with pytest.raises(DeviceError, match=r"GiB needed for 100000 worker.*GiB present"):
+        check_memory(tmp_path, 100_000)
+
+
 def test_token_is_made_up_only_for_other_machines() -> None:
     assert with_token(load_settings()).token is None
+    assert with_token(load_settings(trusted_proxies="127.0.0.1")).token is not None
     made = with_token(load_settings(host="0.0.0.0"))
     assert made.token is not None
     given = with_token(load_settings(host="0.0.0.0", token="hunter2"))
@@ -85,6 +113,8 @@ def test_token_is_made_up_only_for_other_machines() -> None:
 def test_url_carries_the_token_in_its_fragment() -> None:
     assert page_url(load_settings()) == "http://127.0.0.1:8000/"
     assert page_url(load_settings(host="::1", token="t")) == "http://[::1]:8000/#token=t"
+    secure = load_settings(tls_cert="cert.pem", tls_key="key.pem")
+    assert page_url(secure) == "https://127.0.0.1:8000/"
 
 
 def test_printed_configuration_is_json(capsys: pytest.CaptureFixture[str]) -> None:

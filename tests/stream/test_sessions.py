@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from stream.error_codes import ErrorCode, ProtocolError
 from stream.http_bodies import CreateSession
 from stream.protocol import SessionState
-from stream.sessions import TRANSITIONS, Admission, Change, Event, Registry, Session
+from stream.session_states import TRANSITIONS, Event, Session
+from stream.sessions import Admission, Change, Registry
 from stream.settings import ServerSettings, load_settings
 
 pytestmark = pytest.mark.cpu

@@ -78,3 +78,20 @@ def test_printed_settings_hold_no_secrets() -> None:
 )
 def test_loopback_is_known(host: str, is_loopback: bool) -> None:
     assert load_settings(host=host).is_loopback is is_loopback
+
+
+def test_setting_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLDSTREAM_PROT", "9001")
+    with pytest.raises(ConfigError, match="WORLDSTREAM_PROT"):
+        load_settings()
+    monkeypatch.delenv("WORLDSTREAM_PROT")
+    with pytest.raises(ConfigError, match="prot"):
+        load_settings(prot=9001)
+
+
+@pytest.mark.parametrize(
+    "given", [{"tls_cert": "cert.pem"}, {"tls_key": "key.pem"}, {"trusted_proxies": "*"}]
+)
+def test_half_of_a_safe_setting_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="allowed"):
+        load_settings(**given)

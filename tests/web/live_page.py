@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stream.protocol import SessionState
-from stream.sessions import Session
+from stream.session_states import Session
 from tests.stream.live_service import Service
 
 if TYPE_CHECKING:
