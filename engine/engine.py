@@ -299,7 +299,15 @@ class Engine:
         open_chunk.clock.mark("end")
         rollout.open_chunk = None
         rollout.camera_before, rollout.camera = rollout.camera, open_chunk.camera
-        # Ahead of the next action, which then has to wait for less.
+
+    @torch.no_grad()
+    def settle(self, rollout: Rollout) -> None:
+        """Do now what the next step would begin with: its action then has to wait for less.
+
+        The last step cannot be taken back any more. May be left out.
+        """
+        _ = self.core
+        rollout.core.cache.settle()
         rollout.draws.chunk(rollout.chunk_index)
 
     def undo(self, rollout: Rollout) -> None:

@@ -8,7 +8,8 @@ Owns the order `begin(chunk) -> window(layer, q, k, v)... -> commit()`, eviction
 the same content: `PackedCache` keeps what attention reads; `PlainCache` keeps what the projections
 gave, places everything anew at each call, and is the oracle of the first. Invariants: whole chunks,
 first in first out, no gaps; buffers keep their addresses; index arithmetic is in Python ints. The
-slide waits until the next chunk begins, so that the last commit can be undone until then.
+slide waits until the next chunk begins, or `settle`, so that the last commit can be undone until
+then.
 Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 """
 
@@ -119,11 +120,15 @@ class CacheOrder:
                 f"begin of chunk {chunk_index}; expected chunk {self.committed}, because chunks "
                 f"{self.history} are committed"
             )
+        self.settle()
+        self._written.clear()
+        self._placement = self._placement_of(self.slot, camera)
+
+    def settle(self) -> None:
+        """Slide where a slide is due: the last commit can no longer be undone."""
         if self._can_undo:
             self._slide()
         self._can_undo = False
-        self._written.clear()
-        self._placement = self._placement_of(self.slot, camera)
 
     def commit(self) -> None:
         """Close the chunk and make it history.

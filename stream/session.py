@@ -98,6 +98,7 @@ class ModelWorld:
             for index in range(LATENTS_PER_CHUNK):
                 yield self._decoder.decode(self._decoder_state, latents_BCTHW[:, :, index])
         self._engine.commit(rollout)
+        self._engine.settle(rollout)
 
     def _begun(self) -> Rollout:
         if self._rollout is None:

@@ -149,6 +149,25 @@ def test_a_chunk_made_again_from_its_middle_keeps_its_beginning():
     assert not torch.equal(again[:, :, 3:], first[:, :, 3:])
 
 
+@pytest.mark.parametrize("chunks", [2, 7])
+def test_a_settled_rollout_goes_on_the_same_and_keeps_its_last_step(chunks):
+    settled = _rollout()
+    made = []
+    for i in range(chunks):
+        made.append(tiny_engine().step(settled, random_action(i)).latents_BCTHW)
+        tiny_engine().settle(settled)
+    tiny_engine().set_prompt(settled, "night")
+    made.append(tiny_engine().step(settled, random_action(chunks)).latents_BCTHW)
+    other = _rollout()
+    expected = [_roll(other, chunks)]
+    tiny_engine().set_prompt(other, "night")
+    expected.append(tiny_engine().step(other, random_action(chunks)).latents_BCTHW)
+    assert torch.equal(torch.cat(made, dim=2), torch.cat(expected, dim=2))
+    tiny_engine().settle(settled)
+    with pytest.raises(StateError, match="undo works once"):
+        tiny_engine().undo(settled)
+
+
 def test_undo_without_a_step_is_refused():
     with pytest.raises(StateError, match="undo works once"):
         tiny_engine().undo(_rollout())
