@@ -4,7 +4,7 @@
  * Owns the elements below the picture. Invariant: what would be refused now is switched off.
  */
 
-import { HttpError, download, uploadImage } from "./http.js";
+import { Files } from "./files.js";
 import { Scenes } from "./scenes.js";
 import { Wishes } from "./wishes.js";
 
@@ -24,9 +24,9 @@ export class Controls {
    */
   constructor(page) {
     this.page = page;
-    this.session = "";
     /** @type {import("./protocol.d.ts").WorldInfo | null} */
     this.world = null;
+    this.files = new Files({ connection: page.connection, notice: this.notice });
     this.wishes = new Wishes({ connection: page.connection, notice: this.notice });
     this.scenes = new Scenes(element("scenes"), (name, prompt) => {
       element("prompt").value = prompt;
@@ -45,14 +45,19 @@ export class Controls {
       step: () => this.wishes.step(),
       reset: () => this.reset({}, "Starting again"),
       reseed: () => this.reset({ seed: Math.floor(Math.random() * SEEDS) }, "New seed"),
-      "save-video": () => this.save("recording.mp4", "mp4"),
-      "save-trace": () => this.saveTrace(),
-      watch: () => this.copyWatchLink(),
+      "save-video": () => this.files.saveVideo(),
+      "save-trace": () => this.files.saveTrace(),
+      watch: () => this.files.copyWatchLink(),
       fullscreen: () => this.toggleFullscreen(),
       "hud-toggle": () => this.toggleHud(),
     };
     for (const [id, act] of Object.entries(clicks)) element(id).addEventListener("click", act);
-    element("upload").addEventListener("change", () => this.upload());
+    element("upload").addEventListener("change", async () => {
+      const [file] = element("upload").files;
+      element("upload").value = "";
+      const id = file && (await this.files.upload(file));
+      if (id) this.reset({ image_id: id }, "Own picture");
+    });
     element("transport").addEventListener("change", () => {
       this.onForce(element("transport").value);
       element("stage").focus();
@@ -90,16 +95,6 @@ export class Controls {
     if (matchMedia("(pointer: fine)").matches) this.page.input.lockPointer();
   }
 
-  async copyWatchLink() {
-    const link = `${location.origin}/?watch=${encodeURIComponent(this.session)}`;
-    try {
-      await navigator.clipboard.writeText(link);
-      this.notice(`Copied: ${link}`);
-    } catch {
-      this.notice(`For who wants to watch: ${link}`);
-    }
-  }
-
   toggleHud() {
     element("hud-toggle").setAttribute("aria-pressed", String(this.page.hud.toggle()));
   }
@@ -124,38 +119,6 @@ export class Controls {
     element("stage").focus();
   }
 
-  async upload() {
-    const [file] = element("upload").files;
-    element("upload").value = "";
-    if (!file) return;
-    this.notice("Own picture: uploading");
-    try {
-      this.reset({ image_id: await uploadImage(file) }, "Own picture");
-    } catch (error) {
-      this.notice(error instanceof HttpError ? `Own picture: ${error.message}` : "Own picture: failed");
-    }
-  }
-
-  /** The trace, and the picture that it names where the world began with an uploaded one. */
-  async saveTrace() {
-    const { image_id: imageId } = this.page.connection.wants;
-    await this.save("trace.jsonl", "trace.jsonl");
-    if (imageId) await this.save("picture.png", "png", imageId);
-  }
-
-  /**
-   * @param {"recording.mp4" | "trace.jsonl" | "picture.png"} file @param {string} ending
-   * @param {string} [name] that it is saved under, without the ending
-   */
-  async save(file, ending, name) {
-    const saved = `${name ?? `worldstream-${this.session.slice(0, 8)}`}.${ending}`;
-    try {
-      await download(this.session, file, saved, this.page.connection.resumeToken);
-    } catch (error) {
-      this.notice(error instanceof HttpError ? error.message : "The file cannot be saved.");
-    }
-  }
-
   /** Scenes, and the prompt of the one that is shown. */
   async load() {
     await this.scenes.load();
@@ -167,7 +130,7 @@ export class Controls {
    * @param {import("./ladder.js").Rung[]} rungs that can be chosen
    */
   onWelcome(welcome, rungs) {
-    this.session = welcome.session;
+    this.files.onWelcome(welcome);
     this.wishes.onWelcome(welcome.session);
     element("prompt").maxLength = welcome.limits.prompt_chars;
     for (const option of element("transport").options) {

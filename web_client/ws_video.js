@@ -15,6 +15,9 @@ const HEADER_BYTES = 32;
 const CODECS = new Map([[1, "avc1.42E01F"], [2, "vp8"]]);
 const JPEG = 3;
 const QUEUE_LIMIT = 2;
+/** More errors than this in so much time, and another way is taken. */
+const ERROR_LIMIT = 2;
+const ERRORS_MS = 10_000;
 
 /** @param {ArrayBuffer} buffer @returns {Packet | null} null for what is no frame */
 export function parsePacket(buffer) {
@@ -58,7 +61,8 @@ export class WsVideo {
     this.drawn = null;
     this.needsKey = true;
     this.dropped = 0;
-    this.errors = 0;
+    /** Times of the last errors, ms. @type {number[]} */
+    this.errorsMs = [];
     this.serial = 0;
     this.isBusy = false;
     this.isClosed = false;
@@ -126,7 +130,9 @@ export class WsVideo {
     this.decoding.clear();
     if (packet) this.drop(packet);
     this.needsKey = true;
-    if (reason === "error" && ++this.errors >= 3) return this.options.onFailed("cannot be decoded");
+    if (reason === "error") this.errorsMs.push(nowMs());
+    this.errorsMs = this.errorsMs.filter((atMs) => nowMs() - atMs < ERRORS_MS);
+    if (this.errorsMs.length > ERROR_LIMIT) return this.options.onFailed("cannot be decoded");
     this.options.send({ t: "kf", reason });
   }
 

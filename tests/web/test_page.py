@@ -169,6 +169,13 @@ def test_prompt_of_the_world_is_in_its_field_unless_somebody_types(
     assert page.input_value("#prompt") == "ice"
 
 
+def test_picture_that_is_too_large_is_not_sent(page: Page, service: FakeService) -> None:
+    play(page, service)
+    large = {"name": "own.png", "mimeType": "image/png", "buffer": bytes(9 << 20)}
+    page.set_input_files("#upload", large)
+    page.locator("#notice", has_text="Own picture: larger than 8 MiB").wait_for()
+
+
 def test_slow_chunk_is_said_until_the_next_one(page: Page, service: FakeService) -> None:
     play(page, service)
     service.send(server.Warn(code="SLOW", msg="slow"))
