@@ -32,7 +32,10 @@ ESTIMATE_LIFE_S = 2.5
 """Receivers tell about once a second; one word alone is none that lasts."""
 RETURN_SHARE = 0.7
 """A receiver raises its estimate to 1.5 times what comes in at most: from half the bit rate that is
-0.75 of the whole."""
+0.75 of the whole, and no reason to stay at half."""
+RETURN_USE = 0.6
+"""From this share of the estimate on the link is used, and the estimate is no matter of what comes
+in alone."""
 RETURN_LIMIT_S = 240.0
 ENCODER_LIMIT = 2
 
@@ -60,11 +63,19 @@ class Link:
         while self._frames[0][0] < now_s - WINDOW_S:
             self._frames.popleft()
 
-    def is_tight(self, bitrate_bps: float, now_s: float, share: float = TIGHT_SHARE) -> bool:
+    def is_tight(
+        self, bitrate_bps: float, now_s: float, *, share: float = TIGHT_SHARE, use: float = 1.0
+    ) -> bool:
         """Whether the link does not carry this bit rate.
 
-        An estimate counts only where about as much is sent: a receiver cannot see more of its link
-        than it gets, and a world that stands still sends little.
+        An estimate counts only where this much of it is used: a receiver cannot see more of its
+        link than it gets, and a world that stands still sends little.
+
+        Args:
+            bitrate_bps: that the link should carry.
+            now_s: clock.
+            share: of the bit rate that an estimate has to reach.
+            use: share of the estimate that has to be sent for it to count.
         """
         recent = [size for at_s, size in self._frames if at_s >= now_s - WINDOW_S]
         missed = sum(size is None for size in recent)
@@ -73,7 +84,7 @@ class Link:
         if self.remb_bps is None or now_s - self._estimated_s > ESTIMATE_LIFE_S:
             return False
         sent_bps = 8 * sum(size or 0 for size in recent) / WINDOW_S
-        return self.remb_bps < share * bitrate_bps and sent_bps >= TIGHT_SHARE * self.remb_bps
+        return self.remb_bps < share * bitrate_bps and sent_bps > use * self.remb_bps
 
 
 @dataclass(slots=True)
@@ -158,7 +169,11 @@ class RateControl:
         return feed.is_half
 
     def _maybe_return(self, feed: Feed, now_s: float) -> None:
-        _note(feed, feed.link.is_tight(self.bitrate_bps, now_s, RETURN_SHARE), now_s)
+        _note(
+            feed,
+            feed.link.is_tight(self.bitrate_bps, now_s, share=RETURN_SHARE, use=RETURN_USE),
+            now_s,
+        )
         if _lasts(feed.clean_since_s, feed.return_s, now_s):
             feed.is_half = False
             feed.clean_since_s = None

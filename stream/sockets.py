@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 from stream.client_messages import ClientMessage, parse_client
 from stream.error_codes import CLOSE_CODE, ErrorCode, ProtocolError
 from stream.limits import TokenBucket
-from stream.protocol import encode
+from stream.protocol import MESSAGE_LIMIT_BYTES, encode
 from stream.server_messages import ServerMessage, bye, err
 
 CONTROL_LIMIT = 256
@@ -105,8 +105,14 @@ class Socket:
             raise WebSocketDisconnect(event.get("code", 1006))
         return self.judge(event.get("text") or event.get("bytes") or "")
 
-    def judge(self, message: str | bytes) -> ClientMessage | None:
+    def judge(
+        self, message: str | bytes, *, limit: int = MESSAGE_LIMIT_BYTES
+    ) -> ClientMessage | None:
         """Read a message of this client, whichever way it came; None for one of unknown type.
+
+        Args:
+            message: as it came.
+            limit: characters or bytes that it may have.
 
         Raises:
             ProtocolError: the message was refused; the client was told already.
@@ -116,6 +122,8 @@ class Socket:
             self._flooded(now_s)
             raise ProtocolError(ErrorCode.RATE_LIMIT)
         try:
+            if len(message) > limit:
+                raise ProtocolError(ErrorCode.TOO_LARGE, f"{len(message)} of {limit}")
             if isinstance(message, bytes):
                 raise ProtocolError(ErrorCode.BAD_MESSAGE, "binary")
             return parse_client(message)

@@ -226,20 +226,23 @@ class Transports(MediaEvents):
 
     def on_act(self, viewer_id: str, text: str | bytes) -> None:
         """Take an action like one that comes over the socket."""
-        viewer, metrics = self._viewers.get(viewer_id), self._around.metrics
+        viewer = self._viewers.get(viewer_id)
         if viewer is None:
             return
         try:
-            if len(text) > ACT_LIMIT:
-                raise ProtocolError(ErrorCode.TOO_LARGE, f"{len(text)} on the data channel")
-            message = viewer.socket.judge(text)
+            message = viewer.socket.judge(text, limit=ACT_LIMIT)
+        except ProtocolError as error:  # the socket told the client
+            self._around.metrics.messages_bad.labels(why=str(error.code)).inc()
+            return
+        try:
             if not isinstance(message, client.Act):
-                raise ProtocolError(ErrorCode.BAD_MESSAGE, "no action")
-            metrics.messages_in.labels(type="act.channel").inc()
+                raise ProtocolError(ErrorCode.BAD_MESSAGE, "no action on the data channel")
+            self._around.metrics.messages_in.labels(type="act.channel").inc()
             self._on_act(viewer, message)
         except ProtocolError as error:
-            metrics.messages_bad.labels(why=str(error.code)).inc()
             log.info("act_refused", code=str(error.code), detail=error.detail)
+            self._around.metrics.errors.labels(code=str(error.code)).inc()
+            viewer.socket.refuse(error)
 
     def on_stalled(self, viewer_id: str, gen: int) -> None:
         """Ask the page for a new connection."""

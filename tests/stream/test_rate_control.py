@@ -22,7 +22,8 @@ class Room:
         self.feeds = [(feed, Codec.H264) for feed in feeds]
         self.remb_bps = dict.fromkeys(map(id, feeds))
         self.jammed = set()
-        self.sent_bps = WANTED_BPS
+        self.sent_bps = None
+        """Bits a second that the encoder makes; None: all that it may."""
 
     def carries(self, feed, bps):
         self.remb_bps[id(feed)] = bps
@@ -33,7 +34,8 @@ class Room:
         for step in range(round(seconds * FPS)):
             self.now_s += 1 / FPS
             for feed, _ in self.feeds:
-                size = round(self.sent_bps / 8 / FPS * (0.5 if feed.is_half else 1.0))
+                sent_bps = self.sent_bps or self.rates.bitrate_bps
+                size = round(sent_bps / 8 / FPS * (0.5 if feed.is_half else 1.0))
                 feed.link.note_frame(None if id(feed) in self.jammed else size, self.now_s)
                 if step % FPS == 0 and (bps := self.remb_bps[id(feed)]) is not None:
                     feed.link.note_estimate(bps, self.now_s)
@@ -71,8 +73,7 @@ def test_steps_are_five_seconds_apart_and_end_where_the_link_carries_it():
     feed = player()
     room = Room(feed)
     room.carries(feed, 1_000_000)
-    room.sent_bps = 1_000_000  # a shaped link: no more arrives
-    seen = room.run(14)
+    seen = room.run(20)
     changes = [i for i, (a, b) in enumerate(pairwise(seen)) if a != b]
     assert len(changes) == 2
     assert changes[1] - changes[0] == 10  # half seconds
@@ -98,11 +99,12 @@ def test_bit_rate_has_a_floor():
     assert room.run(120)[-1] == WANTED_BPS / 5
 
 
-def test_low_estimate_of_an_idle_stream_means_nothing():
+@pytest.mark.parametrize(("remb_bps", "sent_bps"), [(100_000, 20_000), (240_000, 200_000)])
+def test_low_estimate_of_a_stream_that_sends_less_means_nothing(remb_bps, sent_bps):
     feed = player()
     room = Room(feed)
-    room.carries(feed, 100_000)
-    room.sent_bps = 20_000
+    room.carries(feed, remb_bps)
+    room.sent_bps = sent_bps
     assert set(room.run(30)) == {WANTED_BPS}
 
 
