@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 from stream import server_messages as server
 from stream.error_codes import CLOSE_CODE, ERROR_TEXT, ErrorCode
 from stream.protocol import SessionState, WorldInfo
+from stream.transports import RENEGOTIATE
 from tests.web.fake_service import FakeService, serve
 
 if TYPE_CHECKING:
@@ -431,3 +432,53 @@ def test_touch_sticks_walk_and_look_at_once(browser: Browser, service: FakeServi
     touch("touchEnd")
     until(lambda: service.messages("act")[-1].pad == (0, 0, 0, 0))
     context.close()
+
+
+def test_connection_that_sends_nothing_is_made_anew(page: Page, service: FakeService) -> None:
+    page.goto(service.url + "/?transport=webrtc")
+    until(lambda: service.messages("rtc.offer"))
+    service.send(server.Warn(code=RENEGOTIATE, msg="anew"))
+    until(lambda: len(service.messages("rtc.offer")) == 2)
+    assert [offer.gen for offer in service.messages("rtc.offer")] == [1, 2]
+
+
+def test_stalled_video_asks_for_a_keyframe_then_begins_anew(
+    page: Page, service: FakeService
+) -> None:
+    play(page, service)
+    service.video_on = False
+    stats = server.Stats(
+        gen_ms=None, queue_frames=0, fps_out=24.0, encode_ms=None, kbps=0.0, act_lag_ms=None,
+        dropped=0, viewers=1,
+    )  # fmt: skip
+
+    def came(kind: str, count: int) -> bool:
+        service.send(stats)
+        return len(service.messages(kind)) == count
+
+    until(lambda: came("kf", 1))
+    assert len(service.messages("media")) == 1
+    until(lambda: came("media", 2))
+    assert len(service.messages("kf")) == 1
+
+
+def test_pictures_are_held_on_rough_links_only(page: Page, service: FakeService) -> None:
+    page.goto(service.url)
+    held = page.evaluate(
+        """async () => {
+          const { RtcVideo } = await import('/webrtc.js');
+          const nothing = () => {};
+          const rtc = new RtcVideo({gen: 1, video: document.createElement('video'), iceServers: [],
+            isRelay: false, send: nothing, onFrame: nothing, onFailed: nothing});
+          rtc.receiver = {jitterBufferTarget: null};
+          const held = [];
+          for (const jitter of [0.001, 0.02, 0.04, 0.2, 0.02, 0.01]) {
+            rtc.peer.getStats = async () => new Map([['in', {type: 'inbound-rtp', jitter}]]);
+            await rtc.poll();
+            held.push(rtc.receiver.jitterBufferTarget);
+          }
+          rtc.close();
+          return held;
+        }"""
+    )
+    assert held == [0, 0, 80, 100, 100, 0]
