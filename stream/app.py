@@ -21,6 +21,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
 
 from stream import http_bodies as bodies
 from stream import metrics, uploads
@@ -36,6 +37,12 @@ WEB_CLIENT = Path(__file__).resolve().parent.parent / "web_client"
 NOT_READY_RETRY_S = 2
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in sorted(set(HTTP_STATUS.values()))
+}
+_PICTURE = {
+    "required": True,
+    "content": {
+        kind: {"schema": {"type": "string", "format": "binary"}} for kind in uploads.CONTENT_TYPES
+    },
 }
 _HTTP_CODES = {404: ErrorCode.NO_SESSION, 405: ErrorCode.BAD_MESSAGE}
 
@@ -75,8 +82,18 @@ def create_app(live: Live) -> FastAPI:
     _add_operations(app, live)
     _add_sessions(app, live)
     if WEB_CLIENT.is_dir():
-        app.mount("/", StaticFiles(directory=WEB_CLIENT, html=True), name="page")
+        _add_page(app)
     return app
+
+
+def _add_page(app: FastAPI) -> None:
+    """Serve the page where no route is; a mount would hide that a route has other methods."""
+    files, nothing = StaticFiles(directory=WEB_CLIENT, html=True), app.router.default
+
+    async def page(scope: Scope, receive: Receive, send: Send) -> None:
+        await (files if scope["type"] == "http" else nothing)(scope, receive, send)
+
+    app.router.default = page
 
 
 def _add_operations(app: FastAPI, live: Live) -> None:
@@ -125,7 +142,7 @@ def _add_operations(app: FastAPI, live: Live) -> None:
 def _add_sessions(app: FastAPI, live: Live) -> None:
     door = Door(live)
 
-    @app.post("/v1/images", status_code=201)
+    @app.post("/v1/images", status_code=201, openapi_extra={"requestBody": _PICTURE})
     async def upload(request: Request) -> dict[str, str]:
         """Take a seed image: the raw bytes of a JPEG, PNG or WebP."""
         _expect_access(live, request)
