@@ -36,6 +36,7 @@ from engine.layout import (
 from engine.model.dit import TAG_AUDIO, TAG_VIDEO, MiniMaxH3Transformer
 from engine.model.prope import identity_projective, projective
 from engine.model.rope import rope_tables
+from engine.parallel import Alone, Exchange
 from engine.prefix import PrefixInputs
 
 
@@ -103,6 +104,7 @@ class RolloutCore:
         backend: AttentionBackend | None = None,
         ops: PlacementOps | None = None,
         block_ops: BlockOps | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.model = model
         self.config: ModelConfig = model.config
@@ -115,6 +117,7 @@ class RolloutCore:
                 "packed_history is False; allowed with fused block ops: True, because the plain "
                 "cache keeps keys that only the plain ops make"
             )
+        self._exchange = exchange or Alone()
         self.times: list[float] = model_times(self.config.sampler).tolist()
         self.backend = backend or select_backend(
             AttentionNeed(
@@ -150,6 +153,7 @@ class RolloutCore:
                 self.config,
                 tables,
                 batch_size=inputs.text_BRE.shape[0],
+                heads=self.config.num_attention_heads // self._exchange.world_size,
                 device=self.device,
                 dtype=self.model.dtype,
                 ops=self._block_ops,
@@ -289,10 +293,11 @@ class RolloutCore:
         """Run the prefix alone and leave its keys and values in the cache."""
         if not self.options.prefix_cache:
             return
+        share = self._exchange.over(state.layout.rows)
         self.model.run_blocks(
-            self._embed_prefix(state),
-            self._modulations(lambda layer: self._prefix_modulation(state, layer)),
-            self._prefix_attend(state),
+            share.own(self._embed_prefix(state)),
+            self._modulations(lambda layer: share.own(self._prefix_modulation(state, layer))),
+            share.attend(self._prefix_attend(state)),
             self._block_ops,
             keys_values_only=True,
         )
@@ -300,13 +305,22 @@ class RolloutCore:
     def _run(
         self, state: CoreState, latents_BCTHW: Tensor, times: Sequence[int], *, keep: bool
     ) -> Tensor:
-        """One pass; ``times`` holds the index of each latent's time. Returns the chunk's rows."""
+        """One pass; ``times`` holds the index of each latent's time. Returns the chunk's rows.
+
+        A refresh (``keep``) has no output to speak of.
+        """
         x_BRD = self.model.embed_video(patchify(latents_BCTHW))
         ops = self._block_ops
         chunk = ChunkAttend(backend=self.backend, cache=state.cache, ops=ops, keep=keep)
         if self.options.prefix_cache:
-            modulations = self._modulations(lambda layer: self._chunk_modulation(layer, times))
-            return self.model.run_blocks(x_BRD, modulations, chunk, ops, keys_values_only=keep)
+            share = self._exchange.over(x_BRD.shape[1])
+            modulations = self._modulations(
+                lambda layer: share.own(self._chunk_modulation(layer, times))
+            )
+            out_BRD = self.model.run_blocks(
+                share.own(x_BRD), modulations, share.attend(chunk), ops, keys_values_only=keep
+            )
+            return out_BRD if keep else share.whole(out_BRD)
 
         def whole_modulation(layer: int) -> Tensor:
             prefix_BR6D = self._prefix_modulation(state, layer)
@@ -316,9 +330,12 @@ class RolloutCore:
 
         whole_BRD = torch.cat([self._embed_prefix(state), x_BRD], dim=1)
         attend = WholeAttend(prefix=self._prefix_attend(state), chunk=chunk)
-        modulations = self._modulations(whole_modulation)
-        out_BRD = self.model.run_blocks(whole_BRD, modulations, attend, ops, keys_values_only=keep)
-        return out_BRD[:, state.layout.rows :]
+        share = self._exchange.over(whole_BRD.shape[1])
+        modulations = self._modulations(lambda layer: share.own(whole_modulation(layer)))
+        out_BRD = self.model.run_blocks(
+            share.own(whole_BRD), modulations, share.attend(attend), ops, keys_values_only=keep
+        )
+        return out_BRD if keep else share.whole(out_BRD)[:, state.layout.rows :]
 
     def _embed_prefix(self, state: CoreState) -> Tensor:
         inputs, model = state.inputs, self.model

@@ -35,6 +35,7 @@ from engine.device import (
 from engine.errors import CheckpointError, ConfigError, StateError
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.packed_linear import can_pack, pack_blocks
+from engine.parallel import Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
 from engine.rollout import Draws, OpenChunk, Rollout, SeededDraws
 from engine.text import PromptEncoder, WordEncoder
@@ -57,6 +58,7 @@ class Engine:
         *,
         model_hash: str,
         dtype_choice: DtypeChoice,
+        exchange: Exchange | None = None,
     ) -> None:
         self.model_config: ModelConfig = model.config
         self.config = config
@@ -74,15 +76,22 @@ class Engine:
             adaln_tables=config.adaln_tables,
             packed_history=config.packed_history,
         )
-        self._core: RolloutCore | None = RolloutCore(model, options, ops=ops)
+        self._core: RolloutCore | None = RolloutCore(model, options, ops=ops, exchange=exchange)
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, config: EngineConfig | None = None) -> Engine:
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        exchange: Exchange | None = None,
+    ) -> Engine:
         """Load a preset that ships weights, or a folder of weights.
 
         Args:
             source: "mini", "tiny" (random by definition), or a folder with `config.json`.
             config: what the run chooses.
+            exchange: where ranks share each rollout; every rank loads the weights.
 
         Raises: CheckpointError, ConfigError, DeviceError; before weights are read where possible.
         """
@@ -92,7 +101,7 @@ class Engine:
         if str(source) in PRESET_NAMES:
             found = preset(str(source))
             if found.name == "tiny":
-                return cls.from_random(found.model, config)
+                return cls.from_random(found.model, config, exchange=exchange)
             if found.weights is None:
                 raise CheckpointError(
                     f"preset {found.name} ships no weights; pass a folder of weights, or build it "
@@ -119,6 +128,7 @@ class Engine:
             _resolved(config, device, choice),
             model_hash=model_hash,
             dtype_choice=choice,
+            exchange=exchange,
         )
 
     @classmethod
@@ -129,6 +139,7 @@ class Engine:
         *,
         seed: int = 0,
         geometries: tuple[Geometry, ...] = (),
+        exchange: Exchange | None = None,
     ) -> Engine:
         """Build a model with random weights: for tests, and to measure speed and memory.
 
@@ -137,6 +148,7 @@ class Engine:
             config: what the run chooses.
             seed: of the weights; they repeat on the same kind of device.
             geometries: picture sizes to name when memory does not suffice.
+            exchange: where ranks share each rollout; every rank has all weights.
 
         Raises: DeviceError before anything is allocated.
         """
@@ -156,6 +168,7 @@ class Engine:
             _resolved(config, device, choice),
             model_hash="random-" + hashlib.sha256(label.encode()).hexdigest(),
             dtype_choice=choice,
+            exchange=exchange,
         )
 
     @property

@@ -234,7 +234,8 @@ class PackedCache(CacheOrder):
 
     Values and the PRoPE channels of keys are final once written, because a pose is relative to the
     first frame for life. The rotary channels of keys move one slot per chunk, so they are also kept
-    raw (in a ring, slot = chunk modulo window) and rotated anew once per slide.
+    raw (in a ring, slot = chunk modulo window) and rotated anew once per slide. ``heads`` are those
+    of this rank, where ranks share a rollout; by default all.
     """
 
     def __init__(
@@ -246,10 +247,11 @@ class PackedCache(CacheOrder):
         device: torch.device,
         dtype: torch.dtype,
         ops: RowOps | None = None,
+        heads: int | None = None,
     ) -> None:
         super().__init__(config, tables)
         self._ops: RowOps = ops or PlainRowOps()
-        heads, width = config.num_attention_heads, config.attention_head_dim
+        heads, width = heads or config.num_attention_heads, config.attention_head_dim
         self._window_rows = config.window_chunks * self.rows
         self._ring = config.window_chunks
 
