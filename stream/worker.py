@@ -191,11 +191,11 @@ class Worker:
                 self._is_done.set()
                 return
             progress("warming up", 40.0 + 60.0 * done / count)
-            chunk_begin_s = time.monotonic()
+            chunk_begin_s, first_s = time.monotonic(), 0.0
             for _ in session.step(Action.still()):
-                pass
+                first_s = first_s or time.monotonic() - chunk_begin_s
             chunk_s = time.monotonic() - chunk_begin_s
-        self._schedule.chunk_made(chunk_s)
+        self._schedule.chunk_made(first_s)
         self._report(
             Ready(
                 device=world.device,
