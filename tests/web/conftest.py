@@ -8,25 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from stream.live_browser import CHROMIUM_FLAGS, CHROMIUM_NAMES
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Playwright
 
     from tests.stream.live_service import Service
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--allow-loopback-in-peer-connection",
-    "--disable-features=WebRtcHideLocalIpsWithMdns",
-]
+CHROMIUM = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+ARGUMENTS = list(CHROMIUM_FLAGS)
 
 
 @pytest.fixture(scope="session")
