@@ -48,6 +48,8 @@ export class Connection {
     this.run = 0;
     this.heardMs = 0;
     this.pingId = 0;
+    this.pingedMs = 0;
+    this.heartbeatMs = 2000;
     this.endCode = "";
     this.waitMs = 0;
     setInterval(() => this.beat(), 1000);
@@ -101,6 +103,7 @@ export class Connection {
       const message = JSON.parse(event.data);
       if (message.t === "welcome") {
         this.failures = this.refusedTickets = 0;
+        this.heartbeatMs = message.hb_ms;
         this.keepResume(message.resume_token ?? this.resumeToken);
       }
       if (message.t === "bye") this.endCode = message.code;
@@ -167,13 +170,14 @@ export class Connection {
   }
 
   ping() {
+    this.pingedMs = nowMs();
     this.send({ t: "ping", id: ++this.pingId, ct: nowMs() });
   }
 
   beat() {
     if (!this.socket) return;
-    if (this.pingId % 2 === 0 || nowMs() - this.heardMs > 1500) this.ping();
-    else this.pingId += 1;
+    const isQuiet = nowMs() - this.heardMs > 1500;
+    if (isQuiet || nowMs() - this.pingedMs > this.heartbeatMs - 100) this.ping();
     if (nowMs() - this.heardMs < DEAD_MS) return;
     const socket = this.socket;
     this.onClosed(1006);

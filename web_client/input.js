@@ -6,10 +6,6 @@
  * from the picture releases everything.
  */
 
-export const KEY_CODES = [
-  "KeyW", "KeyA", "KeyS", "KeyD", "ArrowUp", "ArrowLeft", "ArrowDown", "ArrowRight", "ShiftLeft",
-];
-const REFRESH_MS = 50;
 /** Motion and refreshes together stay below the 70 snapshots a second that a session takes. */
 const MOTION_MS = 25;
 const EDGE_LIFE_MS = 500;
@@ -36,6 +32,9 @@ export class Input {
     this.stage = stage;
     this.hooks = hooks;
     this.isEnabled = false;
+    /** Codes that the server knows. @type {readonly string[]} */
+    this.keys = [];
+    this.refreshMs = 50;
     this.seq = 0;
     this.edgeId = 0;
     /** @type {Set<string>} */
@@ -52,8 +51,16 @@ export class Input {
     this.listen();
     this.tick = this.tick.bind(this);
     requestAnimationFrame(this.tick);
+    this.timer = 0;
+  }
+
+  /** What the server takes, before the first snapshot. @param {import("./protocol.d.ts").Limits} limits */
+  onLimits(limits) {
+    this.keys = limits.keys;
+    this.refreshMs = limits.key_refresh_ms;
+    clearInterval(this.timer);
     // Timers go on where animation frames stop, so that a held key stays fresh.
-    setInterval(() => this.refresh(), REFRESH_MS);
+    this.timer = setInterval(() => this.refresh(), this.refreshMs);
   }
 
   listen() {
@@ -95,7 +102,7 @@ export class Input {
 
   /** @param {KeyboardEvent} event @param {boolean} isDown */
   onKey(event, isDown) {
-    if (!KEY_CODES.includes(event.code)) return;
+    if (!this.keys.includes(event.code)) return;
     if (isDown && (isEditable(event.target) || event.ctrlKey || event.altKey || event.metaKey)) return;
     if (!this.isEnabled) return;
     if (isDown) event.preventDefault();
@@ -140,7 +147,7 @@ export class Input {
 
   refresh() {
     if (!this.isEnabled || (!this.held.size && !this.pad.some(Boolean))) return;
-    if (nowMs() - this.refreshedAtMs >= REFRESH_MS - 5) this.send("refresh");
+    if (nowMs() - this.refreshedAtMs >= this.refreshMs - 5) this.send("refresh");
   }
 
   /** @param {Cause} cause */

@@ -53,7 +53,8 @@ const input = new Input(element("stage"), {
   send: (act, cause) => {
     // Edges go both ways, motion the quick one, refreshes the sure one; the server takes the newest.
     const isSent = cause !== "refresh" && video.sendAct(act);
-    if (cause !== "motion" || !isSent) connection.sendFresh(act);
+    if (cause === "edge") send(act);
+    else if (cause === "refresh" || !isSent) connection.sendFresh(act);
   },
   onHeld: (held) => hud.showKeys(held),
   onEdge: (seq, atMs) => latency.onAction(seq, atMs),
@@ -127,6 +128,7 @@ function onMessage(message) {
       error = "";
       latency.reconnect();
       input.seq = Math.max(input.seq, message.last_seq);
+      input.onLimits(message.limits);
       video.onWelcome(message);
       controls.onWelcome(message, video.rungs());
       break;
