@@ -74,7 +74,7 @@ export class Connection {
     } catch (error) {
       if (run !== this.run) return;
       const { code, retryMs } = error instanceof HttpError ? error : new HttpError("INTERNAL", "");
-      if (["UNREACHABLE", "NOT_READY", "INTERNAL"].includes(code)) this.retry("unreachable");
+      if (["UNREACHABLE", "NOT_READY", "INTERNAL"].includes(code)) this.retry("unreachable", code, retryMs);
       else this.refuse(code, retryMs);
     }
   }
@@ -119,18 +119,18 @@ export class Connection {
     if (closeCode === UNAUTHORIZED && ++this.refusedTickets > 1) return this.refuse("UNAUTHORIZED");
     const isFinal = ASK_FIRST.includes(this.endCode) || closeCode === CLOSED_CLEANLY;
     const code = isFinal ? this.endCode : NO_RETRY.get(closeCode);
-    if (code === undefined) return this.retry("lost");
+    if (code === undefined) return this.retry("lost", this.endCode, this.waitMs);
     if (code !== "CONFLICT") this.keepResume(null);
     this.options.onStatus({ kind: "ended", code: this.endCode || code });
   }
 
-  /** @param {"lost" | "unreachable"} kind */
-  retry(kind) {
+  /** @param {"lost" | "unreachable"} kind @param {string} code @param {number} [leastMs] */
+  retry(kind, code, leastMs = 0) {
     const base = BACKOFF_MS[Math.min(this.failures, BACKOFF_MS.length - 1)];
     this.failures += 1;
-    const retryMs = Math.max(base * (0.8 + 0.4 * Math.random()), this.waitMs);
+    const retryMs = Math.max(base * (0.8 + 0.4 * Math.random()), leastMs);
     const run = this.run;
-    this.options.onStatus({ kind, code: this.endCode, retryMs });
+    this.options.onStatus({ kind, code, retryMs });
     setTimeout(() => run === this.run && this.connect(), retryMs);
   }
 

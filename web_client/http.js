@@ -57,7 +57,8 @@ export async function loading() {
   if (!response) throw new HttpError("UNREACHABLE", "The server does not answer.");
   if (response.ok) return null;
   const body = await response.json().catch(() => ({}));
-  return body.loading ?? { t: "loading", stage: "", percent: 0, seconds: 0 };
+  if (!body.loading) throw new HttpError("NOT_READY", "The server is not ready.");
+  return body.loading;
 }
 
 /** A name of this browser, so that its new session takes the old one's place. */

@@ -35,6 +35,7 @@ const LOSSES = {
   WARMUP_TIMEOUT: { headline: "The world took too long to start", detail: "A new one begins." },
   GEN_TIMEOUT: { headline: "The world stopped", detail: "The model was too slow. A new world begins." },
   WORKER_DIED: { headline: "The world stopped", detail: "The process that makes it ended. A new world begins." },
+  NOT_READY: { headline: "The server is not ready", detail: "It starts, closes or has no room. This page asks again by itself." },
   QUEUE_FULL: { headline: "You waited for long", detail: "This page asks for a place again." },
   RATE_LIMIT: { headline: "Too many messages", detail: "The connection is opened again in a moment." },
 };
@@ -76,7 +77,7 @@ export function wordsOfStatus(status) {
     case "lost": {
       const wait = status.retryMs < 1000 ? "Trying again now." : `Trying again in ${about(status.retryMs / 1000)}.`;
       const loss = LOSSES[status.code];
-      if (status.kind === "lost" && loss) return { ...loss, button: "Try now" };
+      if (loss) return { ...loss, button: "Try now" };
       if (status.kind === "unreachable") return { headline: "The server does not answer", detail: wait, button: "Try now" };
       return { headline: "Connection lost", detail: `${wait} Your world waits half a minute.`, button: "Try now" };
     }

@@ -52,7 +52,7 @@ export class WsVideo {
    */
   constructor(options) {
     this.options = options;
-    this.context = /** @type {CanvasRenderingContext2D} */ (options.canvas.getContext("2d"));
+    this.context = /** @type {CanvasRenderingContext2D} */ (options.canvas.getContext("2d", { alpha: false }));
     /** @type {VideoDecoder | null} */
     this.decoder = null;
     /** @type {Map<number, Packet>} */

@@ -143,7 +143,7 @@ def test_wish_without_a_connection_is_asked_for_after_it(page: Page, service: Fa
     play(page, service)
     service.refusal = ErrorCode.NOT_READY
     service.close_socket(1012)
-    wait_for_headline(page, "The server does not answer")
+    wait_for_headline(page, "The server is not ready")
     page.click("button[data-scene=snow-ruins]")
     assert service.messages("reset") == []
     service.refusal = None

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.manual
 
 PICTURES = Path(__file__).parents[2] / "benchmarks" / "pictures"
 PLAY_S = 12.0
+PHONE_PX = 500
 START_LIMIT_MS = 180_000
 
 
@@ -38,6 +39,8 @@ def test_page_is_pictured(
         context = browser.new_context(
             viewport={"width": size_px[0], "height": size_px[1]},
             color_scheme=scheme,  # type: ignore[arg-type]
+            has_touch=size_px[0] < PHONE_PX,
+            is_mobile=size_px[0] < PHONE_PX,
         )
         page = context.new_page()
         page.goto(service.base)
