@@ -410,7 +410,8 @@ class Worker:
                     )
                     wait_s += time.monotonic() - before_s
                     made += 1
-        self._schedule.chunk_made(need_s)
+        if index > 0:  # nothing was played before the first one, and what is cold costs more
+            self._schedule.chunk_made(need_s)
         total_s = time.monotonic() - begin_s
         timings = getattr(rollout.world, "timings", None)
         latents_s = timings.latents_ms / 1000.0 if timings is not None else 0.0
