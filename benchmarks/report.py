@@ -119,7 +119,7 @@ def _live_row(record: dict[str, Any]) -> str:
     keys = record["key_to_screen_ms"]
     growth_ms = record["key_to_screen_last_ms"]["p50"] - record["key_to_screen_first_ms"]["p50"]
     watched = record.get("watched")
-    viewer = "" if watched is None else f"{watched['server_cores_per_viewer']:.2f} cores"
+    viewer = "" if watched is None else f"{watched['server_cores_per_viewer']:.3f} cores"
     cells = (
         f"`{record['preset']}`, {record['transport']}, {record['seconds']} s, {record['cpu']}, "
         f"{record['cpu_count']} cores",

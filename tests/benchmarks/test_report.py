@@ -71,7 +71,7 @@ def test_live_shows_the_last_record_of_a_transport_and_marks_misses(tmp_path: Pa
     text = report.section(missing, missing, records)
     assert "999" not in text
     assert "**24.0** (23.6) | **750** / 1240 (missed: at most 1200) ms | +4 ms" in text
-    assert "0.31 / 0.92 s | 0.02 cores | abc1234" in text
+    assert "0.31 / 0.92 s | 0.021 cores | abc1234" in text
     assert "to the server 20, waiting for the chunk 10" in text
     assert "display 20. Encoding takes 1.3 ms a frame" in text
 
