@@ -83,3 +83,8 @@ RELAY_FIRST_FRAME_S = 3 * 1.5
 STALLED_READER_AGE_MS = 3 * 100.0
 # Share of frames shown at a given loss of packets.
 LOSSY_LINK_SHARE = {0.01: 0.97, 0.05: 0.85}
+
+# Kernels that round where eager code rounds: their sums are ordered otherwise, so a value that lies
+# within some fp32 ulps of a rounding boundary falls to the other side. 2^-16 of a bf16 step either
+# way a rounding, a handful of roundings a value, and a step is carried on by what follows: 0.1 %.
+EAGER_EQUAL_SHARE = 0.999

@@ -1,5 +1,151 @@
 """Fused operators.
 
-Owns: kernels, each beside its plain form.
+Owns: kernels, each beside its plain form; the table of those that a block is made of.
 Does not own: when they run; the rest of `engine` decides that.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from engine.kernels import adaln, cases, fp8_linear, qknorm_rope, reference, swiglu
+from engine.kernels.cases import CASES, Case
+
+Klass = Literal["X", "F", "A"]
+"""X: bit-exact. F: other rounding, same operators. A: approximate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """An operator, its oracle and what is known of its cost."""
+
+    name: str
+    klass: Klass
+    reference: Callable[..., Any]
+    fused: Callable[..., Any]
+    inputs: Callable[[Case, torch.device], dict[str, Any]]
+    bytes_moved: Callable[[Case], float]
+    """Least traffic with memory, bytes."""
+    flops: Callable[[Case], float] = lambda case: 0.0
+    """Of matrix products; elementwise work is not counted."""
+    unquantized: str | None = None
+    """The operator whose last output this one quantises."""
+    exact: Callable[..., Any] | None = None
+    """What it would return without any rounding to codes; None: the reference itself."""
+    written: tuple[str, ...] = ()
+    """Arguments that are written instead of returned."""
+    tolerance: float
+    """Largest RMS of the error over that of the result, in bf16."""
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """Sizes to test and measure."""
+        return CASES
+
+
+F_TOLERANCE = 5e-3
+"""bf16 has a relative RMS rounding error near 2e-3; two or three roundings meet."""
+A_TOLERANCE = 4e-2
+"""e4m3 has three bits: a uniform error of 1/16 of a value at most, 2.6 % RMS over a binade."""
+
+
+def _rows(case: Case) -> float:
+    return case.batch_size * case.rows
+
+
+def _hidden(tensors: float, codes: float = 0.0) -> Callable[[Case], float]:
+    return lambda case: _rows(case) * case.hidden * (tensors * case.dtype.itemsize + codes)
+
+
+def _heads(tensors: float, codes: float = 0.0) -> Callable[[Case], float]:
+    return lambda case: (
+        _rows(case) * case.heads * case.width * (tensors * case.dtype.itemsize + codes)
+    )
+
+
+def _rotary(tensors: float) -> Callable[[Case], float]:
+    return lambda case: _rows(case) * case.heads * case.rotary * tensors * case.dtype.itemsize
+
+
+def _inner(tensors: float, codes: float = 0.0) -> Callable[[Case], float]:
+    return lambda case: _rows(case) * case.inner * (tensors * case.dtype.itemsize + codes)
+
+
+def _linear_bytes(case: Case) -> float:
+    outputs = _rows(case) * case.inner * case.dtype.itemsize
+    return _rows(case) * case.hidden + case.inner * case.hidden + outputs
+
+
+_TABLE = (
+    Op(
+        name="norm_modulate", klass="F", reference=reference.norm_modulate,
+        fused=adaln.norm_modulate, inputs=cases.adaln_inputs, bytes_moved=_hidden(2),
+        tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="norm_modulate_fp8", klass="A", reference=reference.norm_modulate_fp8,
+        fused=adaln.norm_modulate_fp8, inputs=cases.adaln_inputs, bytes_moved=_hidden(1, 1),
+        unquantized="norm_modulate", exact=reference.norm_modulate, tolerance=A_TOLERANCE,
+    ),
+    Op(
+        name="add_norm_modulate", klass="F", reference=reference.add_norm_modulate,
+        fused=adaln.add_norm_modulate, inputs=cases.add_norm_inputs, bytes_moved=_hidden(4),
+        tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="add_norm_modulate_fp8", klass="A", reference=reference.add_norm_modulate_fp8,
+        fused=adaln.add_norm_modulate_fp8, inputs=cases.add_norm_inputs,
+        bytes_moved=_hidden(3, 1), unquantized="add_norm_modulate",
+        exact=reference.add_norm_modulate, tolerance=A_TOLERANCE,
+    ),
+    Op(
+        name="add_gated", klass="F", reference=reference.add_gated, fused=adaln.add_gated,
+        inputs=cases.add_gated_inputs, bytes_moved=_hidden(3), tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="place", klass="F", reference=reference.place, fused=qknorm_rope.place,
+        inputs=cases.place_inputs, bytes_moved=lambda case: _heads(6)(case) + _rotary(1)(case),
+        written=("key_BRNK", "value_BRNK", "raw_BRNK"), tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="rotate", klass="F", reference=reference.rotate, fused=qknorm_rope.rotate,
+        inputs=cases.rotate_inputs, bytes_moved=_rotary(2), written=("key_BRNK",),
+        tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="turn_output", klass="F", reference=reference.turn_output,
+        fused=qknorm_rope.turn_output, inputs=cases.turn_inputs, bytes_moved=_heads(2),
+        tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="turn_output_fp8", klass="A", reference=reference.turn_output_fp8,
+        fused=qknorm_rope.turn_output_fp8, inputs=cases.turn_inputs, bytes_moved=_heads(1, 1),
+        unquantized="turn_output", exact=reference.turn_output, tolerance=A_TOLERANCE,
+    ),
+    Op(
+        name="swiglu", klass="F", reference=reference.swiglu, fused=swiglu.swiglu,
+        inputs=cases.swiglu_inputs, bytes_moved=_inner(3), tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="swiglu_fp8", klass="A", reference=reference.swiglu_fp8, fused=swiglu.swiglu_fp8,
+        inputs=cases.swiglu_inputs, bytes_moved=_inner(2, 1), unquantized="swiglu",
+        exact=reference.swiglu, tolerance=A_TOLERANCE,
+    ),
+    Op(
+        name="quantize_rows", klass="A", reference=reference.quantize_rows,
+        fused=fp8_linear.quantize_rows, inputs=cases.quantize_inputs, bytes_moved=_hidden(1, 1),
+        exact=lambda x: x, tolerance=A_TOLERANCE,
+    ),
+    Op(
+        name="fp8_linear", klass="A", reference=reference.fp8_linear,
+        fused=fp8_linear.fp8_linear, inputs=cases.fp8_linear_inputs, bytes_moved=_linear_bytes,
+        flops=lambda case: 2.0 * _rows(case) * case.hidden * case.inner, tolerance=F_TOLERANCE,
+    ),
+)  # fmt: skip
+
+OPS: dict[str, Op] = {op.name: op for op in _TABLE}
+"""Operators by name; tests and benchmarks go through all of them."""

@@ -1,0 +1,200 @@
+"""Triton kernels of `adaln`; formulas, shapes and roundings stand there.
+
+Owns the launches. One program holds one row: the reduction needs all of it, and at 5,376 channels
+it fits the registers of 16 warps. The gated sum alone has no reduction and goes by tiles of
+columns. Offsets are int64.
+"""
+
+# Kernel functions have no Python types: their arguments are blocks known at compile time.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.contract import batch_stride, new_row_scale
+from engine.kernels.reference import GATE_A, GATE_F, SCALE_A, SCALE_F, SHIFT_A, SHIFT_F
+from engine.kernels.rows_triton import codes_of, load_wide, rounded, row_factors, warps_for
+
+_TILE = 1024
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr,
+    branch_ptr,
+    weight_ptr,
+    gate_ptr,
+    shift_ptr,
+    scale_ptr,
+    h_ptr,
+    out_ptr,
+    factor_ptr,
+    rows,
+    run_rows,
+    x_batch,
+    x_row,
+    branch_batch,
+    branch_row,
+    modulation_batch,
+    modulation_run,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_BRANCH: tl.constexpr,
+    FP8: tl.constexpr,
+    EAGER: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    batch, row = program // rows, program % rows
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    modulation = batch * modulation_batch + (row // run_rows) * modulation_run + column
+    x = load_wide(x_ptr + batch * x_batch + row * x_row + column, mask)
+    if HAS_BRANCH:
+        branch = load_wide(branch_ptr + batch * branch_batch + row * branch_row + column, mask)
+        gate = load_wide(gate_ptr + modulation, mask)
+        x = rounded(x + rounded(gate * branch, kind, EAGER), kind, EAGER)
+        tl.store(h_ptr + program * WIDTH + column, x.to(kind), mask=mask)
+    inverse_rms = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
+    weight = load_wide(weight_ptr + column, mask)
+    normed = rounded(x * inverse_rms * weight, kind, EAGER)
+    scale = rounded(1.0 + load_wide(scale_ptr + modulation, mask), kind, EAGER)
+    shift = load_wide(shift_ptr + modulation, mask)
+    out = (rounded(normed * scale, kind, EAGER) + shift).to(kind)
+    if FP8:
+        wide = tl.where(mask, out.to(tl.float32), 0.0)
+        factor, inverse = row_factors(tl.max(tl.abs(wide), axis=0))
+        tl.store(out_ptr + program * WIDTH + column, codes_of(wide, inverse), mask=mask)
+        tl.store(factor_ptr + program, factor)
+    else:
+        tl.store(out_ptr + program * WIDTH + column, out, mask=mask)
+
+
+@triton.jit
+def _add_gated_kernel(
+    x_ptr,
+    branch_ptr,
+    gate_ptr,
+    out_ptr,
+    rows,
+    run_rows,
+    x_batch,
+    x_row,
+    branch_batch,
+    branch_row,
+    modulation_batch,
+    modulation_run,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    EAGER: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    batch, row = program // rows, program % rows
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < WIDTH
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    modulation = batch * modulation_batch + (row // run_rows) * modulation_run + column
+    x = load_wide(x_ptr + batch * x_batch + row * x_row + column, mask)
+    branch = load_wide(branch_ptr + batch * branch_batch + row * branch_row + column, mask)
+    gate = load_wide(gate_ptr + modulation, mask)
+    out = x + rounded(gate * branch, kind, EAGER)
+    tl.store(out_ptr + program * WIDTH + column, out.to(kind), mask=mask)
+
+
+def _launch(
+    x_BRD: Tensor,
+    branch_BRD: Tensor | None,
+    weight_D: Tensor,
+    parts: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+    is_eager: bool,
+) -> None:
+    """Run the row kernel; `parts` are gate, shift, scale, `outputs` are h, rows, factors."""
+    batch_size, rows, width = x_BRD.shape
+    branch = x_BRD if branch_BRD is None else branch_BRD
+    gate, shift, scale = parts
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(batch_size * rows,)](
+        x_BRD, branch, weight_D, gate, shift, scale, *outputs, rows, rows // shift.shape[1],
+        x_BRD.stride(0), x_BRD.stride(1), branch.stride(0), branch.stride(1),
+        batch_stride(shift), shift.stride(1), eps,
+        WIDTH=width, BLOCK=block, HAS_BRANCH=branch_BRD is not None,
+        FP8=outputs[1].dtype == torch.float8_e4m3fn, EAGER=is_eager, num_warps=warps_for(block),
+    )  # fmt: skip
+
+
+def _codes(x_BRD: Tensor) -> Tensor:
+    return torch.empty(x_BRD.shape, device=x_BRD.device, dtype=torch.float8_e4m3fn)
+
+
+def norm_modulate(
+    x_BRD: Tensor, weight_D: Tensor, modulation: Tensor, eps: float, is_eager: bool
+) -> Tensor:
+    """Launch for checked arguments."""
+    shift, scale = modulation[:, :, SHIFT_A], modulation[:, :, SCALE_A]
+    out = x_BRD.new_empty(x_BRD.shape)
+    _launch(x_BRD, None, weight_D, (shift, shift, scale), (out, out, out), eps, is_eager)
+    return out
+
+
+def norm_modulate_fp8(
+    x_BRD: Tensor, weight_D: Tensor, modulation: Tensor, eps: float, is_eager: bool
+) -> tuple[Tensor, Tensor]:
+    """Launch for checked arguments."""
+    shift, scale = modulation[:, :, SHIFT_A], modulation[:, :, SCALE_A]
+    codes, factor = _codes(x_BRD), new_row_scale(x_BRD)
+    _launch(x_BRD, None, weight_D, (shift, shift, scale), (x_BRD, codes, factor), eps, is_eager)
+    return codes, factor
+
+
+def _between(modulation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return modulation[:, :, GATE_A], modulation[:, :, SHIFT_F], modulation[:, :, SCALE_F]
+
+
+def add_norm_modulate(
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    weight_D: Tensor,
+    modulation: Tensor,
+    eps: float,
+    is_eager: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch for checked arguments."""
+    h, out = (x_BRD.new_empty(x_BRD.shape) for _ in range(2))
+    _launch(x_BRD, branch_BRD, weight_D, _between(modulation), (h, out, out), eps, is_eager)
+    return h, out
+
+
+def add_norm_modulate_fp8(
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    weight_D: Tensor,
+    modulation: Tensor,
+    eps: float,
+    is_eager: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch for checked arguments."""
+    h, codes, factor = x_BRD.new_empty(x_BRD.shape), _codes(x_BRD), new_row_scale(x_BRD)
+    _launch(x_BRD, branch_BRD, weight_D, _between(modulation), (h, codes, factor), eps, is_eager)
+    return h, codes, factor
+
+
+def add_gated(x_BRD: Tensor, branch_BRD: Tensor, modulation: Tensor, is_eager: bool) -> Tensor:
+    """Launch for checked arguments."""
+    batch_size, rows, width = x_BRD.shape
+    gate = modulation[:, :, GATE_F]
+    out = x_BRD.new_empty(x_BRD.shape)
+    tile = min(_TILE, triton.next_power_of_2(width))
+    _add_gated_kernel[(batch_size * rows, triton.cdiv(width, tile))](
+        x_BRD, branch_BRD, gate, out, rows, rows // gate.shape[1],
+        x_BRD.stride(0), x_BRD.stride(1), branch_BRD.stride(0), branch_BRD.stride(1),
+        batch_stride(gate), gate.stride(1),
+        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,226 @@
+"""Sizes and inputs on which each operator is tested and measured.
+
+Owns `Case`. Small cases have odd sizes and awkward strides and suit an interpreter; full ones are
+those of a forward pass. Inputs are random, seeded, and made on the device that is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.reference import Rounding
+from engine.model.prope import projective
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Sizes of one call."""
+
+    name: str
+    dtype: torch.dtype
+    rounding: Rounding = "eager"
+    batch_size: int = 1
+    rows: int
+    runs: int
+    """Runs of rows with a modulation or a camera of their own."""
+    hidden: int
+    heads: int
+    width: int
+    rotary: int
+    inner: int
+    is_full: bool = False
+
+    def at(self, rounding: Rounding) -> Case:
+        """Return the case with another rounding."""
+        return dataclasses.replace(self, name=f"{self.name}-{rounding}", rounding=rounding)
+
+
+def _small() -> list[Case]:
+    tiny = Case(
+        name="tiny", dtype=torch.bfloat16, batch_size=2, rows=5, runs=5, hidden=96, heads=2,
+        width=128, rotary=96, inner=160,
+    )  # fmt: skip
+    mini = Case(
+        name="mini", dtype=torch.bfloat16, rows=3, runs=1, hidden=384, heads=6, width=64,
+        rotary=48, inner=1024,
+    )  # fmt: skip
+    odd = Case(
+        name="odd", dtype=torch.bfloat16, batch_size=2, rows=3, runs=3, hidden=41, heads=9,
+        width=20, rotary=8, inner=9,
+    )  # fmt: skip
+    wide = dataclasses.replace(odd, name="odd-fp32", dtype=torch.float32)
+    return [tiny.at("eager"), mini.at("eager"), mini.at("fast"), odd.at("fast"), wide]
+
+
+def _full() -> list[Case]:
+    h3 = Case(
+        name="h3-832x480", dtype=torch.bfloat16, rows=1950, runs=5, hidden=5376, heads=56,
+        width=128, rotary=96, inner=14336, is_full=True,
+    )  # fmt: skip
+    large = dataclasses.replace(h3, name="h3-1344x768", rows=5040, runs=1)
+    return [case.at(rounding) for case in (h3, large) for rounding in ("eager", "fast")]
+
+
+CASES = (*_small(), *_full())
+
+
+class Source:
+    """Random tensors of a case."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a dense tensor in the dtype of the case."""
+        drawn = torch.randn(shape, generator=self._generator, device=self.device)
+        return drawn.to(dtype or self.case.dtype)
+
+    def rows(self, *tail: int) -> Tensor:
+        """Return [B, R, *tail]; in small cases a view into wider rows."""
+        case = self.case
+        margin = 0 if case.is_full else 3
+        return self.normal(case.batch_size, case.rows, *tail[:-1], tail[-1] + margin)[
+            ..., : tail[-1]
+        ]
+
+    def modulation(self) -> Tensor:
+        """Return [1, M, 6, D]."""
+        return self.normal(1, self.case.runs, 6, self.case.hidden)
+
+    def weight(self, width: int) -> Tensor:
+        """Return the weight of a norm."""
+        return 1.0 + 0.1 * self.normal(width)
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return cosines and sines; both halves alike."""
+        half = self.normal(self.case.rows, self.case.rotary // 2, dtype=torch.float32)
+        angles = torch.cat([half, half], dim=1)
+        return {
+            "cos_RK": angles.cos().to(self.case.dtype),
+            "sin_RK": angles.sin().to(self.case.dtype),
+        }
+
+    def cameras(self) -> Tensor:
+        """Return views [1, G, 4, 4]: a rotation about the vertical and a walk."""
+        angle = self.normal(1, self.case.runs, dtype=torch.float32)
+        views = torch.eye(4, device=self.device).repeat(1, self.case.runs, 1, 1)
+        views[..., 0, 0] = views[..., 2, 2] = angle.cos()
+        views[..., 0, 2], views[..., 2, 0] = angle.sin(), -angle.sin()
+        views[..., :3, 3] = self.normal(1, self.case.runs, 3, dtype=torch.float32)
+        return views
+
+    def slot(self, width: int) -> Tensor:
+        """Return unwritten rows inside a buffer whose heads are outermost, as in the cache."""
+        case = self.case
+        shape = (case.batch_size, case.heads, case.rows + 4, width)
+        buffer = torch.zeros(shape, dtype=case.dtype, device=self.device)
+        return buffer.transpose(1, 2)[:, 2 : 2 + case.rows]
+
+
+def adaln_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `norm_modulate`."""
+    source = Source(case, device)
+    return {
+        "x_BRD": source.rows(case.hidden),
+        "weight_D": source.weight(case.hidden),
+        "modulation_BMPD": source.modulation(),
+        "eps": 1e-5,
+        "rounding": case.rounding,
+    }
+
+
+def add_norm_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `add_norm_modulate`."""
+    source = Source(case, device)
+    return {
+        "x_BRD": source.rows(case.hidden),
+        "branch_BRD": source.rows(case.hidden),
+        "weight_D": source.weight(case.hidden),
+        "modulation_BM6D": source.modulation(),
+        "eps": 1e-5,
+        "rounding": case.rounding,
+    }
+
+
+def add_gated_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `add_gated`."""
+    given = add_norm_inputs(case, device)
+    return {name: given[name] for name in ("x_BRD", "branch_BRD", "modulation_BM6D", "rounding")}
+
+
+def place_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `place`: views of one joint projection, a slot of a cache, a slot of a ring."""
+    source = Source(case, device)
+    q, k, v = source.normal(case.batch_size, case.rows, 3, case.heads, case.width).unbind(2)
+    camera = projective(source.cameras(), case.dtype)
+    return {
+        "q_BRNK": q,
+        "k_BRNK": k,
+        "v_BRNK": v,
+        "q_weight_K": source.weight(case.width),
+        "k_weight_K": source.weight(case.width),
+        **source.tables(),
+        "query_BG44": camera.query,
+        "key_value_BG44": camera.key_value,
+        "key_BRNK": source.slot(case.width),
+        "value_BRNK": source.slot(case.width),
+        "raw_BRNK": source.slot(case.rotary),
+        "eps": 1e-5,
+        "rounding": case.rounding,
+    }
+
+
+def rotate_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `rotate`."""
+    source = Source(case, device)
+    raw = source.slot(case.rotary)
+    raw.copy_(source.normal(*raw.shape))
+    return {
+        "raw_BRNK": raw,
+        **source.tables(),
+        "key_BRNK": source.slot(case.width),
+        "rounding": case.rounding,
+    }
+
+
+def turn_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `turn_output`; heads lie outermost, as some attentions return them."""
+    source = Source(case, device)
+    o = source.slot(case.width)
+    o.copy_(source.normal(*o.shape))
+    matrix = projective(source.cameras(), case.dtype).output
+    return {"o_BRNK": o, "matrix_BG44": matrix, "start": case.rotary}
+
+
+def swiglu_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `swiglu`."""
+    return {"z_BRF": Source(case, device).rows(2 * case.inner), "rounding": case.rounding}
+
+
+def quantize_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `quantize_rows`, one row of zeros among them."""
+    x = Source(case, device).rows(case.hidden)
+    x[:, 0] = 0.0
+    return {"x": x}
+
+
+def fp8_linear_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `fp8_linear`."""
+    source = Source(case, device)
+    codes, scale = reference.quantize_rows(source.rows(case.hidden))
+    weight = source.normal(case.inner, case.hidden) * case.hidden**-0.5
+    weight_codes, weight_scale = reference.quantize_rows(weight)
+    return {
+        "codes": codes,
+        "scale": scale,
+        "weight_NK": weight_codes,
+        "weight_scale_N": weight_scale[:, 0].contiguous(),
+        "dtype": case.dtype,
+    }

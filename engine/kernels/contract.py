@@ -1,0 +1,98 @@
+"""What every kernel demands of its arguments.
+
+Owns the checks at the border of an operator: a kernel refuses what it cannot do and never falls
+back. Kernels read strides; only the last axis has to be dense.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, UnsupportedError
+
+ROUNDINGS = ("eager", "fast")
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def kernels_run_on(x: Tensor) -> bool:
+    """Whether Triton takes tensors like ``x``: on CUDA, or anywhere while it interprets."""
+    if x.device.type == "cuda":
+        return True
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def require_kernels(op: str, x: Tensor) -> None:
+    """Raises: UnsupportedError where no kernel runs."""
+    if not kernels_run_on(x):
+        raise UnsupportedError(
+            f"{op}: tensors are on {x.device}; allowed: cuda (or TRITON_INTERPRET=1, which is slow)"
+        )
+
+
+def require_rounding(op: str, rounding: str) -> None:
+    """Raises: ConfigError for an unknown rounding."""
+    if rounding not in ROUNDINGS:
+        raise ConfigError(f"{op}: rounding is {rounding!r}; allowed: {', '.join(ROUNDINGS)}")
+
+
+def require_rows(op: str, **tensors: Tensor) -> None:
+    """Refuse rows that are not fp32 or bf16, not dense in the last axis or not of one dtype.
+
+    Raises: ConfigError.
+    """
+    first = next(iter(tensors.values()))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or tensor.dtype != first.dtype:
+            raise ConfigError(
+                f"{op}: {name} is {tensor.dtype}; allowed: float32 or bfloat16, one for all rows"
+            )
+        require_dense(op, name, tensor)
+
+
+def require_dense(op: str, name: str, tensor: Tensor) -> None:
+    """Raises: ConfigError unless neighbours on the last axis are neighbours in memory."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise ConfigError(
+            f"{op}: {name} has stride {tensor.stride(-1)} on its last axis; allowed: 1"
+        )
+
+
+def require_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises: ConfigError for another shape."""
+    if tuple(tensor.shape) != shape:
+        raise ConfigError(f"{op}: {name} has shape {tuple(tensor.shape)}; allowed: {shape}")
+
+
+def require_runs(op: str, name: str, tensor: Tensor, batch_size: int, rows: int) -> None:
+    """Refuse [B or 1, runs, ...] whose runs do not share the rows out evenly.
+
+    Raises: ConfigError.
+    """
+    batch, runs = tensor.shape[:2]
+    if batch not in (1, batch_size) or rows % runs:
+        raise ConfigError(
+            f"{op}: {name} has {batch} samples of {runs} runs; allowed: 1 or {batch_size} samples, "
+            f"a number of runs that divides {rows} rows"
+        )
+
+
+def batch_stride(tensor: Tensor) -> int:
+    """Step from one sample to the next; 0 where one serves all."""
+    return 0 if tensor.shape[0] == 1 else tensor.stride(0)
+
+
+def new_row_scale(x: Tensor) -> Tensor:
+    """Return room for one fp32 factor a row, [..., 1].
+
+    Its storage is that of a multiple of 256 rows, because products by row may read past the end.
+    """
+    rows = x.shape[:-1].numel()
+    padded = x.new_empty(-(-rows // 256) * 256, dtype=torch.float32)
+    return padded[:rows].view(*x.shape[:-1], 1)

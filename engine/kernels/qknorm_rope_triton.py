@@ -1,0 +1,278 @@
+"""Triton kernels of `qknorm_rope`; formulas, shapes and roundings stand there.
+
+Owns the launches. One program holds some heads of one row, so that cosines, sines and matrices are
+loaded once for all of them. A head is taken as three pieces: both halves of the rotary channels,
+which pair element by element, and the groups of four behind them, which are split into four planes
+in registers so that memory is still read and written in order. Offsets are int64.
+"""
+
+# Kernel functions have no Python types: their arguments are blocks known at compile time.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.contract import batch_stride, new_row_scale
+from engine.kernels.rows_triton import codes_of, load_wide, rounded, row_factors, warps_for
+
+_HEADS = 8
+"""Heads of a program: 8 x 128 channels are 8 a thread, one load of 16 bytes in bf16."""
+
+
+@triton.jit
+def _product_of_row(x0, x1, x2, x3, row_ptr):
+    """Sum in the order of the plain code."""
+    m0, m1 = tl.load(row_ptr).to(tl.float32), tl.load(row_ptr + 1).to(tl.float32)
+    m2, m3 = tl.load(row_ptr + 2).to(tl.float32), tl.load(row_ptr + 3).to(tl.float32)
+    return m0 * x0 + m1 * x1 + m2 * x2 + m3 * x3
+
+
+@triton.jit
+def _turned(x, matrix_ptr, HEADS: tl.constexpr, REST_PAD: tl.constexpr):
+    """Multiply each run of four channels of [HEADS, REST_PAD] by a 4x4 matrix, in fp32."""
+    even, odd = tl.split(tl.reshape(x, (HEADS, REST_PAD // 4, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    y0 = _product_of_row(x0, x1, x2, x3, matrix_ptr)
+    y1 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 4)
+    y2 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 8)
+    y3 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 12)
+    return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), (HEADS, REST_PAD))
+
+
+@triton.jit
+def _rotated(first, second, cos, sin, kind: tl.constexpr, EAGER: tl.constexpr):
+    low = rounded(first * cos, kind, EAGER) - rounded(second * sin, kind, EAGER)
+    high = rounded(second * cos, kind, EAGER) + rounded(first * sin, kind, EAGER)
+    return low, high
+
+
+@triton.jit
+def _tables(
+    cos_ptr, sin_ptr, row, cos_row, sin_row,
+    kind: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, EAGER: tl.constexpr,
+):  # fmt: skip
+    pair = tl.arange(0, HALF_PAD)
+    cos = rounded(load_wide(cos_ptr + row * cos_row + pair, pair < HALF), kind, EAGER)
+    sin = rounded(load_wide(sin_ptr + row * sin_row + pair, pair < HALF), kind, EAGER)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def _normed_pieces(
+    row_ptr, head_stride, weight_ptr, head, pair, rest, pair_mask, rest_mask, eps,
+    kind: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, EAGER: tl.constexpr,
+):  # fmt: skip
+    at = row_ptr + head.to(tl.int64) * head_stride
+    first = load_wide(at + pair, pair_mask)
+    second = load_wide(at + HALF + pair, pair_mask)
+    other = load_wide(at + 2 * HALF + rest, rest_mask)
+    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+    squares = squares + tl.sum(other * other, axis=1)
+    inverse_rms = tl.rsqrt(squares / WIDTH + eps)[:, None]
+    column, other_column = tl.arange(0, HALF_PAD), tl.arange(0, REST_PAD)
+    half_mask, other_mask = column < HALF, other_column < WIDTH - 2 * HALF
+    weight = load_wide(weight_ptr + column, half_mask)[None, :]
+    first = rounded(first * inverse_rms * weight, kind, EAGER)
+    weight = load_wide(weight_ptr + HALF + column, half_mask)[None, :]
+    second = rounded(second * inverse_rms * weight, kind, EAGER)
+    weight = load_wide(weight_ptr + 2 * HALF + other_column, other_mask)[None, :]
+    other = rounded(other * inverse_rms * weight, kind, EAGER)
+    return first, second, other
+
+
+@triton.jit
+def _place_kernel(
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, query_ptr, key_value_ptr,
+    key_ptr, value_ptr, raw_ptr, out_ptr, rows, camera_rows, kv_camera_rows, q_batch, q_row, q_head,
+    k_batch, k_row, k_head, v_batch, v_row, v_head, cos_row, sin_row, query_batch, query_run,
+    key_value_batch, key_value_run, key_batch, key_row, key_head, value_batch, value_row,
+    value_head, raw_batch, raw_row, raw_head, eps,
+    HEAD_COUNT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, KEEP: tl.constexpr, EAGER: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, row = program // rows, program % rows
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair, rest = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, REST_PAD)[None, :]
+    pair_mask = (head < HEAD_COUNT) & (pair < HALF)
+    rest_mask = (head < HEAD_COUNT) & (rest < WIDTH - 2 * HALF)
+    wide_head = head.to(tl.int64)
+    kind: tl.constexpr = q_ptr.dtype.element_ty
+    cos, sin = _tables(cos_ptr, sin_ptr, row, cos_row, sin_row, kind, HALF, HALF_PAD, EAGER)
+    query = query_ptr + batch * query_batch + (row // camera_rows) * query_run
+    key_value = key_value_ptr + batch * key_value_batch + (row // kv_camera_rows) * key_value_run
+
+    first, second, other = _normed_pieces(
+        q_ptr + batch * q_batch + row * q_row, q_head, q_weight_ptr, head, pair, rest, pair_mask,
+        rest_mask, eps, kind, HALF, WIDTH, HALF_PAD, REST_PAD, EAGER)  # fmt: skip
+    low, high = _rotated(first, second, cos, sin, kind, EAGER)
+    at = out_ptr + (program * HEAD_COUNT + wide_head) * WIDTH
+    tl.store(at + pair, low.to(kind), mask=pair_mask)
+    tl.store(at + HALF + pair, high.to(kind), mask=pair_mask)
+    turned = _turned(other, query, HEADS, REST_PAD)
+    tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
+
+    first, second, other = _normed_pieces(
+        k_ptr + batch * k_batch + row * k_row, k_head, k_weight_ptr, head, pair, rest, pair_mask,
+        rest_mask, eps, kind, HALF, WIDTH, HALF_PAD, REST_PAD, EAGER)  # fmt: skip
+    if KEEP:
+        at = raw_ptr + batch * raw_batch + row * raw_row + wide_head * raw_head
+        tl.store(at + pair, first.to(kind), mask=pair_mask)
+        tl.store(at + HALF + pair, second.to(kind), mask=pair_mask)
+    low, high = _rotated(first, second, cos, sin, kind, EAGER)
+    at = key_ptr + batch * key_batch + row * key_row + wide_head * key_head
+    tl.store(at + pair, low.to(kind), mask=pair_mask)
+    tl.store(at + HALF + pair, high.to(kind), mask=pair_mask)
+    turned = _turned(other, key_value, HEADS, REST_PAD)
+    tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
+
+    source = v_ptr + batch * v_batch + row * v_row + wide_head * v_head
+    at = value_ptr + batch * value_batch + row * value_row + wide_head * value_head
+    tl.store(at + pair, tl.load(source + pair, mask=pair_mask), mask=pair_mask)
+    tl.store(at + HALF + pair, tl.load(source + HALF + pair, mask=pair_mask), mask=pair_mask)
+    other = load_wide(source + 2 * HALF + rest, rest_mask)
+    turned = _turned(other, key_value, HEADS, REST_PAD)
+    tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
+
+
+@triton.jit
+def _rotate_kernel(
+    raw_ptr, cos_ptr, sin_ptr, key_ptr, rows, raw_batch, raw_row, raw_head, cos_row, sin_row,
+    key_batch, key_row, key_head,
+    HEAD_COUNT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    EAGER: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, row = program // rows, program % rows
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    pair = tl.arange(0, HALF_PAD)[None, :]
+    mask = (head < HEAD_COUNT) & (pair < HALF)
+    head = head.to(tl.int64)
+    kind: tl.constexpr = raw_ptr.dtype.element_ty
+    cos, sin = _tables(cos_ptr, sin_ptr, row, cos_row, sin_row, kind, HALF, HALF_PAD, EAGER)
+    at = raw_ptr + batch * raw_batch + row * raw_row + head * raw_head
+    first, second = load_wide(at + pair, mask), load_wide(at + HALF + pair, mask)
+    low, high = _rotated(first, second, cos, sin, kind, EAGER)
+    at = key_ptr + batch * key_batch + row * key_row + head * key_head
+    tl.store(at + pair, low.to(kind), mask=mask)
+    tl.store(at + HALF + pair, high.to(kind), mask=mask)
+
+
+@triton.jit
+def _turn_kernel(
+    o_ptr, matrix_ptr, out_ptr, factor_ptr, rows, camera_rows, o_batch, o_row, o_head,
+    matrix_batch, matrix_run,
+    HEAD_COUNT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, START: tl.constexpr,
+    START_PAD: tl.constexpr, REST_PAD: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    batch, row = program // rows, program % rows
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    lead, rest = tl.arange(0, START_PAD)[None, :], tl.arange(0, REST_PAD)[None, :]
+    lead_mask = (head < HEAD_COUNT) & (lead < START)
+    rest_mask = (head < HEAD_COUNT) & (rest < WIDTH - START)
+    head = head.to(tl.int64)
+    kind: tl.constexpr = o_ptr.dtype.element_ty
+    source = o_ptr + batch * o_batch + row * o_row + head * o_head
+    target = out_ptr + (program * HEAD_COUNT + head) * WIDTH
+    kept = load_wide(source + lead, lead_mask)
+    matrix = matrix_ptr + batch * matrix_batch + (row // camera_rows) * matrix_run
+    turned = _turned(load_wide(source + START + rest, rest_mask), matrix, HEADS, REST_PAD).to(kind)
+    if FP8:
+        turned = turned.to(tl.float32)
+        amax = tl.maximum(tl.max(tl.abs(kept)), tl.max(tl.abs(turned)))
+        factor, inverse = row_factors(amax)
+        tl.store(factor_ptr + program, factor)
+        tl.store(target + lead, codes_of(kept, inverse), mask=lead_mask)
+        tl.store(target + START + rest, codes_of(turned, inverse), mask=rest_mask)
+    else:
+        tl.store(target + lead, kept.to(kind), mask=lead_mask)
+        tl.store(target + START + rest, turned, mask=rest_mask)
+
+
+def place(
+    q_BRNK: Tensor,
+    k_BRNK: Tensor,
+    v_BRNK: Tensor,
+    q_weight_K: Tensor,
+    k_weight_K: Tensor,
+    cos_RK: Tensor,
+    sin_RK: Tensor,
+    query_BG44: Tensor,
+    key_value_BG44: Tensor,
+    key_BRNK: Tensor,
+    value_BRNK: Tensor,
+    raw_BRNK: Tensor | None,
+    eps: float,
+    is_eager: bool,
+) -> Tensor:
+    """Launch for checked arguments."""
+    batch_size, rows, heads, width = q_BRNK.shape
+    start = cos_RK.shape[-1]
+    out = q_BRNK.new_empty(q_BRNK.shape)
+    raw = key_BRNK if raw_BRNK is None else raw_BRNK
+    tile = min(_HEADS, triton.next_power_of_2(heads))
+    _place_kernel[(batch_size * rows, triton.cdiv(heads, tile))](
+        q_BRNK, k_BRNK, v_BRNK, q_weight_K, k_weight_K, cos_RK, sin_RK, query_BG44, key_value_BG44,
+        key_BRNK, value_BRNK, raw, out, rows, rows // query_BG44.shape[1],
+        rows // key_value_BG44.shape[1],
+        *q_BRNK.stride()[:3], *k_BRNK.stride()[:3], *v_BRNK.stride()[:3],
+        cos_RK.stride(0), sin_RK.stride(0), batch_stride(query_BG44), query_BG44.stride(1),
+        batch_stride(key_value_BG44), key_value_BG44.stride(1),
+        *key_BRNK.stride()[:3], *value_BRNK.stride()[:3], *raw.stride()[:3], eps,
+        HEAD_COUNT=heads, HEADS=tile, WIDTH=width, HALF=start // 2,
+        HALF_PAD=triton.next_power_of_2(start // 2), REST_PAD=triton.next_power_of_2(width - start),
+        KEEP=raw_BRNK is not None, EAGER=is_eager, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def rotate(
+    raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor, is_eager: bool
+) -> None:
+    """Launch for checked arguments."""
+    batch_size, rows, heads, _ = key_BRNK.shape
+    half, tile = cos_RK.shape[-1] // 2, min(_HEADS, triton.next_power_of_2(heads))
+    _rotate_kernel[(batch_size * rows, triton.cdiv(heads, tile))](
+        raw_BRNK, cos_RK, sin_RK, key_BRNK, rows, *raw_BRNK.stride()[:3], cos_RK.stride(0),
+        sin_RK.stride(0), *key_BRNK.stride()[:3],
+        HEAD_COUNT=heads, HEADS=tile, HALF=half, HALF_PAD=triton.next_power_of_2(half),
+        EAGER=is_eager, num_warps=4,
+    )  # fmt: skip
+
+
+def _turn(
+    o_BRNK: Tensor, matrix_BG44: Tensor, start: int, out: Tensor, factor: Tensor, tile: int
+) -> None:
+    batch_size, rows, heads, width = o_BRNK.shape
+    rest, lead = triton.next_power_of_2(width - start), triton.next_power_of_2(start)
+    _turn_kernel[(batch_size * rows, triton.cdiv(heads, tile))](
+        o_BRNK, matrix_BG44, out, factor, rows, rows // matrix_BG44.shape[1],
+        *o_BRNK.stride()[:3], batch_stride(matrix_BG44), matrix_BG44.stride(1),
+        HEAD_COUNT=heads, HEADS=tile, WIDTH=width, START=start, START_PAD=lead, REST_PAD=rest,
+        FP8=out.dtype == torch.float8_e4m3fn, num_warps=warps_for(tile * (lead + rest)),
+    )  # fmt: skip
+
+
+def turn_output(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
+    """Launch for checked arguments."""
+    batch_size, rows, heads, width = o_BRNK.shape
+    out = o_BRNK.new_empty((batch_size, rows, heads * width))
+    tile = min(_HEADS, triton.next_power_of_2(heads))
+    _turn(o_BRNK, matrix_BG44, start, out, out, tile)
+    return out
+
+
+def turn_output_fp8(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Launch for checked arguments; a program holds all heads of a row."""
+    batch_size, rows, heads, width = o_BRNK.shape
+    codes = o_BRNK.new_empty((batch_size, rows, heads * width), dtype=torch.float8_e4m3fn)
+    factor = new_row_scale(codes)
+    _turn(o_BRNK, matrix_BG44, start, codes, factor, triton.next_power_of_2(heads))
+    return codes, factor

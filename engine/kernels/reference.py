@@ -1,0 +1,202 @@
+"""One plain oracle for each fused operator, with the operator's own signature.
+
+Owns the formulas in torch, on any device. `rounding` says where they round:
+
+    eager   where the plain code of `engine.model` does, to the dtype of the rows
+    fast    once, at the end; inside everything is fp32
+
+Quantised forms round to the dtype of the rows first and then quantise, so that both see the same
+activation. Shape suffixes: B batch, R rows, D width, N heads, K head width, F inner width of the
+feed-forward part, M runs of rows with one modulation, G runs of rows with one camera.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.prope import apply_prope
+from engine.model.rope import apply_rope
+
+Rounding = Literal["eager", "fast"]
+
+SHIFT_A, SCALE_A, GATE_A, SHIFT_F, SCALE_F, GATE_F = range(6)
+"""Parts of a modulation, axis -2."""
+
+FP8_MAX = 448.0
+"""Largest finite e4m3 value."""
+FP8_AMAX_FLOOR = 1e-12
+"""Keeps the factor of a row of zeros finite."""
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes [..., K] and fp32 factors [..., 1], amax of the row / 448."""
+    amax = x.float().abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR)
+    inverse = amax.reciprocal() * FP8_MAX
+    codes = (x.float() * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return codes, amax * (1.0 / FP8_MAX)
+
+
+def fp8_linear(
+    codes: Tensor, scale: Tensor, weight_NK: Tensor, weight_scale_N: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return (codes * scale) (weight * weight_scale)^T, summed in fp32 and rounded once."""
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    product = codes.to(wide) @ weight_NK.to(wide).mT
+    return (product * scale * weight_scale_N).to(dtype)
+
+
+def norm_modulate(
+    x_BRD: Tensor, weight_D: Tensor, modulation_BMPD: Tensor, eps: float, rounding: Rounding
+) -> Tensor:
+    """Return norm(x) (1 + scale) + shift with parts 1 and 0 of the modulation."""
+    shift, scale = (_part(modulation_BMPD, part, x_BRD) for part in (SHIFT_A, SCALE_A))
+    return _norm_modulate(x_BRD, weight_D, shift, scale, eps, rounding, x_BRD.dtype)
+
+
+def norm_modulate_fp8(
+    x_BRD: Tensor, weight_D: Tensor, modulation_BMPD: Tensor, eps: float, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    """Return `norm_modulate` of the same arguments, quantised."""
+    return quantize_rows(norm_modulate(x_BRD, weight_D, modulation_BMPD, eps, rounding))
+
+
+def add_norm_modulate(
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    weight_D: Tensor,
+    modulation_BM6D: Tensor,
+    eps: float,
+    rounding: Rounding,
+) -> tuple[Tensor, Tensor]:
+    """Return h = x + gate branch, and norm(h) (1 + scale) + shift; parts 2, 4, 3."""
+    gate, shift, scale = (
+        _part(modulation_BM6D, part, x_BRD) for part in (GATE_A, SHIFT_F, SCALE_F)
+    )
+    h_BRD = _add_gated(x_BRD, branch_BRD, gate, rounding)
+    out_BRD = _norm_modulate(h_BRD, weight_D, shift, scale, eps, rounding, x_BRD.dtype)
+    return h_BRD.to(x_BRD.dtype), out_BRD
+
+
+def add_norm_modulate_fp8(
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    weight_D: Tensor,
+    modulation_BM6D: Tensor,
+    eps: float,
+    rounding: Rounding,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `add_norm_modulate` of the same arguments, the second part quantised."""
+    h_BRD, out_BRD = add_norm_modulate(x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding)
+    return h_BRD, *quantize_rows(out_BRD)
+
+
+def add_gated(
+    x_BRD: Tensor, branch_BRD: Tensor, modulation_BM6D: Tensor, rounding: Rounding
+) -> Tensor:
+    """Return x + gate branch with part 5 of the modulation."""
+    gate = _part(modulation_BM6D, GATE_F, x_BRD)
+    return _add_gated(x_BRD, branch_BRD, gate, rounding).to(x_BRD.dtype)
+
+
+def place(
+    q_BRNK: Tensor,
+    k_BRNK: Tensor,
+    v_BRNK: Tensor,
+    q_weight_K: Tensor,
+    k_weight_K: Tensor,
+    cos_RK: Tensor,
+    sin_RK: Tensor,
+    query_BG44: Tensor,
+    key_value_BG44: Tensor,
+    key_BRNK: Tensor,
+    value_BRNK: Tensor,
+    raw_BRNK: Tensor | None,
+    eps: float,
+    rounding: Rounding,
+) -> Tensor:
+    """Normalise q and k a head, rotate them, apply the cameras; write k and v, return q.
+
+    The normalised rotary channels of k go into ``raw_BRNK``, before they are rotated.
+    """
+    start = cos_RK.shape[-1]
+    q_BRNK = _norm(q_BRNK, q_weight_K, eps, rounding)
+    k_BRNK = _norm(k_BRNK, k_weight_K, eps, rounding)
+    v_BRNK = _inner(v_BRNK, rounding)
+    if raw_BRNK is not None:
+        raw_BRNK.copy_(k_BRNK[..., :start])
+    key_BRNK.copy_(apply_prope(apply_rope(k_BRNK, cos_RK, sin_RK), key_value_BG44, start))
+    value_BRNK.copy_(apply_prope(v_BRNK, key_value_BG44, start))
+    q_BRNK = apply_prope(apply_rope(q_BRNK, cos_RK, sin_RK), query_BG44, start)
+    return q_BRNK.to(key_BRNK.dtype)
+
+
+def rotate(
+    raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor, rounding: Rounding
+) -> None:
+    """Write the rotary channels of keys from their raw form; the other channels stay."""
+    key_BRNK[..., : cos_RK.shape[-1]] = apply_rope(_inner(raw_BRNK, rounding), cos_RK, sin_RK)
+
+
+def turn_output(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
+    """Multiply the channels from ``start`` on by each row's matrix; heads side by side [B, R, NK].
+
+    Sums are fp32 and round once in both roundings.
+    """
+    return apply_prope(o_BRNK, matrix_BG44, start).flatten(-2)
+
+
+def turn_output_fp8(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Return `turn_output` of the same arguments, quantised."""
+    return quantize_rows(turn_output(o_BRNK, matrix_BG44, start))
+
+
+def swiglu(z_BRF: Tensor, rounding: Rounding) -> Tensor:
+    """Return value * silu(gate) for z = [value ; gate]."""
+    value, gate = _inner(z_BRF, rounding).chunk(2, dim=-1)
+    return (value * F.silu(gate)).to(z_BRF.dtype)
+
+
+def swiglu_fp8(z_BRF: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Return `swiglu` of the same arguments, quantised."""
+    return quantize_rows(swiglu(z_BRF, rounding))
+
+
+def _inner(x: Tensor, rounding: Rounding) -> Tensor:
+    """Dtype of what is computed: that of the rows, or at least fp32."""
+    if rounding == "eager" or x.dtype == torch.float64:
+        return x
+    return x.float()
+
+
+def _part(modulation_BMPD: Tensor, part: int, x_BRD: Tensor) -> Tensor:
+    part_BMD = modulation_BMPD[..., part, :]
+    runs = part_BMD.shape[1]
+    return part_BMD if runs == 1 else part_BMD.repeat_interleave(x_BRD.shape[1] // runs, dim=1)
+
+
+def _add_gated(x: Tensor, branch: Tensor, gate: Tensor, rounding: Rounding) -> Tensor:
+    return _inner(x, rounding) + _inner(gate, rounding) * _inner(branch, rounding)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, rounding: Rounding) -> Tensor:
+    wide = x if x.dtype == torch.float64 else x.float()
+    normed = F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps)
+    return normed.to(x.dtype) if rounding == "eager" else normed
+
+
+def _norm_modulate(
+    x: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float,
+    rounding: Rounding,
+    dtype: torch.dtype,
+) -> Tensor:
+    normed = _norm(x, weight, eps, rounding)
+    out = normed * (1 + _inner(scale, rounding)) + _inner(shift, rounding)
+    return out.to(dtype)

@@ -1,0 +1,53 @@
+"""Pieces that the kernels share: rounding as eager code rounds, quantisation of a row.
+
+Owns nothing but inlined functions; formulas in `reference`.
+"""
+
+# Kernel functions have no Python types: their arguments are blocks known at compile time.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.kernels.reference import FP8_AMAX_FLOOR, FP8_MAX
+
+_FP8_MAX, _FP8_AMAX_FLOOR = tl.constexpr(FP8_MAX), tl.constexpr(FP8_AMAX_FLOOR)
+_FP8_STEP = tl.constexpr(1.0 / FP8_MAX)
+
+
+@triton.jit
+def load_wide(at_, mask):
+    """Load as fp32; zero outside the mask."""
+    return tl.load(at_, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rounded(x, kind: tl.constexpr, EAGER: tl.constexpr):
+    """Round to the dtype of the rows where eager code would; stay fp32 otherwise."""
+    if EAGER:
+        x = x.to(kind).to(tl.float32)
+    return x
+
+
+@triton.jit
+def row_factors(amax):
+    """Return the factor of a row's codes and its inverse.
+
+    One exact division; the rest are products, which round alike on every device.
+    """
+    amax = tl.maximum(amax, _FP8_AMAX_FLOOR)
+    return amax * _FP8_STEP, tl.div_rn(1.0, amax) * _FP8_MAX
+
+
+@triton.jit
+def codes_of(x, inverse):
+    """Return e4m3 codes."""
+    scaled = tl.minimum(tl.maximum(x * inverse, -_FP8_MAX), _FP8_MAX)
+    return scaled.to(tl.float8e4nv)
+
+
+def warps_for(block: int) -> int:
+    """Warps of a program that holds a whole row of ``block`` elements: 16 to 32 a thread."""
+    return 16 if block >= 8192 else 8 if block >= 2048 else 4

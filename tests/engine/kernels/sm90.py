@@ -1,0 +1,69 @@
+"""Compiles the kernels for an H200 on any machine, from launches that are recorded.
+
+Owns `compiled_launches`. Triton brings its own assembler; no GPU and no driver is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TARGET = GPUTarget("cuda", 90, 32)
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+@contextmanager
+def _recorded() -> Iterator[list[tuple[JITFunction, dict[str, Any], int]]]:
+    launches: list[tuple[JITFunction, dict[str, Any], int]] = []
+
+    def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        warps = options.pop("num_warps", 4)
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        launches.append((kernel, given, warps))
+
+    original = JITFunction.run
+    JITFunction.run = record
+    try:
+        yield launches
+    finally:
+        JITFunction.run = original
+
+
+def compiled_launches(launch: Callable[[], Any]) -> list[Any]:
+    """Compile what `launch` launches; each result has `asm` and `metadata`."""
+    with _recorded() as launches:
+        launch()
+    return [_compiled(*each) for each in launches]
+
+
+def _compiled(kernel: JITFunction, given: dict[str, Any], warps: int) -> Any:
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[index,] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = _TYPES[value.dtype]
+            attributes[index,] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[index,] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options={"num_warps": warps})

@@ -1,0 +1,179 @@
+"""Every operator of the table against its oracle: interpreted on a CPU, and on a GPU at full size.
+
+The interpreter reads its mode when Triton is imported, so it runs in a process of its own, once for
+all cases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import ConfigError, UnsupportedError
+from engine.kernels import OPS, Case, contract
+from engine.kernels.cases import CASES
+from tests.engine.kernels.judge import complaints
+
+ROOT = Path(__file__).parents[3]
+SMALL = [case for case in CASES if not case.is_full]
+FULL = [case for case in CASES if case.is_full]
+NAMES = pytest.mark.parametrize("name", OPS)
+
+_SCRIPT = """
+import json, torch
+from engine.kernels import OPS
+from tests.engine.kernels.interpreter import round_like_a_gpu
+from tests.engine.kernels.judge import complaints
+round_like_a_gpu()
+cpu = torch.device("cpu")
+print(json.dumps({
+    op.name: {case.name: complaints(op, case, cpu) for case in op.cases if not case.is_full}
+    for op in OPS.values()
+}))
+"""
+
+
+def run_interpreted(script: str) -> str:
+    """Return what a script prints in a process whose kernels are interpreted."""
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, dict[str, list[str]]]:
+    return json.loads(run_interpreted(_SCRIPT))
+
+
+@pytest.mark.cpu
+@NAMES
+def test_interpreted_kernels_agree_with_their_oracles(interpreted, name):
+    assert interpreted[name] == {case.name: [] for case in SMALL}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*SMALL, *FULL], ids=lambda case: case.name)
+@NAMES
+def test_kernels_agree_with_their_oracles(name, case):
+    # Products on a GPU take bf16 alone, and sides that are multiples of 16.
+    serves = case.dtype == torch.bfloat16 and case.hidden % 16 == 0 and case.inner % 16 == 0
+    if name == "fp8_linear" and not serves:
+        pytest.skip("not a shape of a product on a GPU")
+    assert complaints(OPS[name], case, torch.device("cuda")) == []
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", [name for name in OPS if name != "fp8_linear"])
+def test_the_kernels_compile_for_an_h200(name, monkeypatch):
+    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
+    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
+    op, case = OPS[name], dataclasses.replace(FULL[0], rows=5)
+    given = op.inputs(case, torch.device("cpu"))
+    (kernel,) = sm90.compiled_launches(lambda: op.fused(**given))
+    # Rows go to and fro in wide accesses: 8 bytes a thread or more.
+    assert ".v2.b32" in kernel.asm["ptx"] or ".v4.b32" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 64 * 1024
+
+
+@pytest.mark.cpu
+@NAMES
+def test_a_compiler_sees_through(name):
+    op, case = OPS[name], SMALL[0]
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        given = {
+            key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in op.inputs(case, torch.device("cpu")).items()
+        }
+        made = op.fused(**given)
+    real = op.reference(**op.inputs(case, torch.device("cpu")))
+    for fake, value in zip(_listed(made), _listed(real), strict=True):
+        assert fake.shape == value.shape
+        assert fake.dtype == value.dtype
+        assert fake.is_contiguous()
+
+
+def _listed(returned):
+    if returned is None:
+        return []
+    return [returned] if isinstance(returned, torch.Tensor) else list(returned)
+
+
+def _given(name: str, case: Case = SMALL[0], **changes):
+    return OPS[name].inputs(case, torch.device("cpu")) | changes
+
+
+KERNELS = [name for name in OPS if name not in ("quantize_rows", "fp8_linear")]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_refuses_a_cpu(name):
+    with pytest.raises(UnsupportedError, match=r"tensors are on cpu; allowed: cuda"):
+        OPS[name].fused(**_given(name))
+
+
+@pytest.fixture
+def any_device(monkeypatch):
+    """Let checks pass the device; whatever is refused is refused before a launch."""
+    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
+
+
+def _column_major(shape):
+    return torch.zeros(*shape[:-2], shape[-1], shape[-2], dtype=torch.bfloat16).mT
+
+
+BAD = {
+    "rounding": ("add_gated", {"rounding": "up"}, "rounding is 'up'; allowed: eager, fast"),
+    "dtype": ("norm_modulate", {"x_BRD": torch.zeros(2, 5, 96)}, "modulation is torch.bfloat16"),
+    "half": ("swiglu", {"z_BRF": torch.zeros(2, 5, 96).half()}, "z is torch.float16; allowed"),
+    "odd": ("swiglu", {"z_BRF": torch.zeros(2, 5, 97)}, r"\(2, 5, 97\); allowed: .*even"),
+    "dense": ("norm_modulate", {"x_BRD": _column_major((2, 5, 96))}, "x has stride 5 on its last"),
+    "weight": ("norm_modulate", {"weight_D": torch.ones(95)}, r"\(95,\); allowed: \(96,\)"),
+    "branch": ("add_gated", {"branch_BRD": torch.zeros(2, 4, 96).bfloat16()}, r"branch has shape"),
+    "runs": ("norm_modulate", {"modulation_BMPD": torch.zeros(1, 2, 6, 96).bfloat16()}, "2 runs"),
+    "parts": ("add_gated", {"modulation_BM6D": torch.zeros(1, 1, 2, 96).bfloat16()},
+              r"allowed: \(1, 1, 6, 96\)"),
+    "rotary": ("turn_output", {"start": 128}, "128 channels, 128 of them rotary; allowed"),
+    "matrix": ("turn_output", {"matrix_BG44": torch.zeros(1, 1, 4, 4).mT}, "dense"),
+    "raw": ("place", {"raw_BRNK": torch.zeros(2, 5, 2, 95).bfloat16()}, "raw has shape"),
+    "slot": ("place", {"key_BRNK": torch.zeros(2, 6, 2, 128).bfloat16()}, "key has shape"),
+    "table": ("rotate", {"sin_RK": torch.zeros(4, 96)}, "sin has shape"),
+}  # fmt: skip
+
+
+@pytest.mark.cpu
+@pytest.mark.usefixtures("any_device")
+@pytest.mark.parametrize("bad", BAD)
+def test_wrong_arguments_are_refused(bad):
+    name, changes, message = BAD[bad]
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        OPS[name].fused(**_given(name, **changes))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight_NK": torch.zeros(160, 96)}, "weight is torch.float32; allowed: dense float8"),
+        ({"scale": torch.ones(2, 5)}, r"scale has shape \(2, 5\); allowed: \(2, 5, 1\)"),
+        ({"weight_scale_N": torch.ones(96)}, r"weight scale has shape \(96,\); allowed: \(160,\)"),
+    ],
+)
+def test_wrong_products_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        OPS["fp8_linear"].fused(**_given("fp8_linear", **changes))
