@@ -201,6 +201,26 @@ def test_reloaded_page_goes_on_in_the_same_world(page: Page, service: Service) -
     assert [each.id for each in open_sessions(service)] == [session.id]
 
 
+def test_prompt_seed_and_pause_survive_a_reload(page: Page, service: Service) -> None:
+    play(page, service, "?transport=jpeg")
+    page.click("#reseed")
+    wait_for_notice(page, "New seed: done")
+    page.fill("#prompt", "a lake")
+    page.keyboard.press("Enter")
+    wait_for_notice(page, "New prompt: done")
+    (session,) = open_sessions(service)
+    world = session.world
+    page.keyboard.press("KeyP")
+    page.wait_for_selector("body[data-state=PAUSED]")
+    page.reload()
+    page.wait_for_selector("body[data-state=PAUSED]", timeout=PICTURE_LIMIT_MS)
+    assert page.input_value("#prompt") == "a lake"
+    time.sleep(0.5)  # nothing ends a pause that the player asked for
+    assert page.get_attribute("body", "data-state") == "PAUSED"
+    assert session.world == world
+    assert world.seed != 0
+
+
 def test_closing_server_is_said(page: Page) -> None:
     with running(grace_s=0.5) as service:
         see(page, service, "?transport=jpeg")
