@@ -329,11 +329,14 @@ class MemoryNeed:
         return self.weights_gib + self.window_gib + self.activations_gib
 
 
-def memory_needed(model: ModelConfig, dtype: Literal["float32", "bfloat16"]) -> MemoryNeed:
+def memory_needed(
+    model: ModelConfig, dtype: Literal["float32", "bfloat16"], *, world_size: int = 1
+) -> MemoryNeed:
     """Estimate from shapes: weights, packed window, the widest tensors of a pass.
 
     The window holds placed keys and values of prefix, history and current chunk, and the rotary
-    channels of the chunks' keys once more.
+    channels of the chunks' keys once more. Ranks that share a rollout have all weights each, and
+    their part of the window and of the rows in flight.
     """
     size = 4 if dtype == "float32" else 2
     prefix_rows = model.text.rows + model.rows_per_latent + model.audio_rows
@@ -345,11 +348,11 @@ def memory_needed(model: ModelConfig, dtype: Literal["float32", "bfloat16"]) -> 
     # both halves of the feed-forward part and their product; fp32 copies inside the norms.
     rows = max(prefix_rows, model.rows_per_chunk)
     widest = 8 * model.hidden_size + 10 * model.attention_dim + 4 * model.ffn_dim
-    activations = rows * widest * size + 64 * 2**20
+    activations = rows * widest * size / world_size + 64 * 2**20
     gib = 2**30
     return MemoryNeed(
         weights_gib=model.parameter_count * size / gib,
-        window_gib=window / gib,
+        window_gib=window / world_size / gib,
         activations_gib=activations / gib,
     )
 

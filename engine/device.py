@@ -9,20 +9,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionNeed, select_backend
 from engine.config import Geometry, ModelConfig, memory_needed
-from engine.errors import DeviceError
+from engine.errors import DeviceError, OutOfMemoryError
 from engine.model.dit import TransformerBlock
 
 DtypeName = Literal["float32", "bfloat16"]
+T = TypeVar("T")
 _GIB = 2**30
 _REPEATS = 5
 
@@ -76,35 +77,90 @@ def held_bytes(device: str) -> int:
 
 
 def check_memory(
-    model: ModelConfig, dtype: DtypeName, present_gib: float, geometries: tuple[Geometry, ...]
+    model: ModelConfig,
+    dtype: DtypeName,
+    present_gib: float,
+    geometries: Sequence[Geometry],
+    *,
+    world_size: int = 1,
 ) -> None:
     """Refuse before anything is allocated.
 
-    Raises: DeviceError with needed and present memory and the largest picture size that fits.
+    Args:
+        model: at the picture size asked for.
+        dtype: of the blocks.
+        present_gib: free memory of one rank.
+        geometries: picture sizes that the weights can be run at.
+        world_size: ranks that share a rollout.
+
+    Raises: DeviceError with needed and present memory, and the nearest picture size and the dtype
+        that fit.
     """
-    needed = memory_needed(model, dtype)
-    if needed.total_gib <= present_gib:
-        return
-    fitting = [
-        size
-        for size in geometries
-        if memory_needed(_with_geometry(model, size), dtype).total_gib <= present_gib
-    ]
+
+    def fits(size: Geometry, dtype: DtypeName) -> bool:
+        sized = dataclasses.replace(model, geometry=size)
+        return memory_needed(sized, dtype, world_size=world_size).total_gib <= present_gib
+
     size = model.geometry
+    if fits(size, dtype):
+        return
+    needed = memory_needed(model, dtype, world_size=world_size)
+    advice = []
+    fitting = [each for each in geometries if fits(each, dtype)]
     if fitting:
         best = max(fitting, key=lambda each: each.rows_per_latent)
-        advice = f"{best.width_px}x{best.height_px} fits"
-    else:
-        advice = "no picture size of this model fits"
+        advice.append(f"{best.width_px}x{best.height_px} fits")
+    if dtype == "float32" and fits(size, "bfloat16"):
+        advice.append("bfloat16 fits")
     raise DeviceError(
         f"{size.width_px}x{size.height_px} in {dtype} needs about {needed.total_gib:.1f} GiB "
         f"(weights {needed.weights_gib:.1f}, window {needed.window_gib:.1f}); "
-        f"{present_gib:.1f} GiB are free; {advice}"
+        f"{present_gib:.1f} GiB are free; "
+        f"{' and '.join(advice) or 'no picture size of this model fits'}"
     )
 
 
-def _with_geometry(model: ModelConfig, geometry: Geometry) -> ModelConfig:
-    return dataclasses.replace(model, geometry=geometry)
+def smaller_geometries(size: Geometry) -> list[Geometry]:
+    """Picture sizes below ``size`` of about the same shape, one for each height."""
+    return [
+        Geometry(
+            height_px=height_px,
+            width_px=max(32, round(height_px * size.width_px / size.height_px / 32) * 32),
+        )
+        for height_px in range(size.height_px - 32, 0, -32)
+    ]
+
+
+def within_memory(device: torch.device, what: str, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns.
+
+    Args:
+        device: where it allocates.
+        what: it is, in a few words.
+        work: anything.
+
+    Raises: OutOfMemoryError where memory runs out in it. Nothing that it held is held by the error,
+        and memory that lies idle has been given back.
+    """
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        reason = f"{error}".split("\n")[0]
+    # Out of the handler, so that the new error does not keep the frames of the old one alive.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    raise OutOfMemoryError(
+        f"memory ran out in {what} ({reason}); {available_gib(device):.1f} GiB of {device} are "
+        "free now; a smaller picture needs less, and so does a device that nothing else uses"
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # On a CPU torch raises no type of its own.
+    is_typed = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_typed or "can't allocate memory" in str(error)
 
 
 def choose_dtype(model: ModelConfig, device: torch.device) -> DtypeChoice:

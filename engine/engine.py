@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,11 +27,14 @@ from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, pre
 from engine.core import CoreOptions, RolloutCore
 from engine.device import (
     DtypeChoice,
+    DtypeName,
     available_gib,
     check_memory,
     choose_dtype,
     resolve_device,
+    smaller_geometries,
     torch_dtype,
+    within_memory,
 )
 from engine.errors import CheckpointError, ConfigError, StateError
 from engine.model.dit import MiniMaxH3Transformer
@@ -41,6 +45,7 @@ from engine.rollout import Draws, OpenChunk, Rollout, SeededDraws
 from engine.text import PromptEncoder, WordEncoder
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -112,7 +117,9 @@ class Engine:
             raise CheckpointError(f"{folder} is not a folder; expected one with config.json")
         model_config = read_config(folder)
         device = resolve_device(config.device)
-        choice = _resolve_dtype(model_config, config, device, geometries)
+        choice = _resolve_dtype(
+            model_config, config, device, geometries, world_size=_world_size(exchange)
+        )
         model_hash = verify_manifest(folder)
         text_encoder = _word_encoder(model_config)
         model = load_model(
@@ -147,14 +154,17 @@ class Engine:
             model_config: the model.
             config: what the run chooses.
             seed: of the weights; they repeat on the same kind of device.
-            geometries: picture sizes to name when memory does not suffice.
+            geometries: picture sizes to name when memory does not suffice, besides smaller ones.
             exchange: where ranks share each rollout; every rank has all weights.
 
         Raises: DeviceError before anything is allocated.
         """
         config = config or EngineConfig()
         device = resolve_device(config.device)
-        choice = _resolve_dtype(model_config, config, device, geometries)
+        sizes = (*geometries, *smaller_geometries(model_config.geometry))
+        choice = _resolve_dtype(
+            model_config, config, device, sizes, world_size=_world_size(exchange)
+        )
         model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in model.named_parameters():
@@ -214,7 +224,7 @@ class Engine:
             epoch: what the chunks will carry; a reset raises it.
             draws: random numbers from elsewhere, instead of the seed's.
 
-        Raises: ConfigError.
+        Raises: ConfigError, OutOfMemoryError.
         """
         core = self.core
         draws = draws or SeededDraws(self.model_config, seed)
@@ -229,16 +239,19 @@ class Engine:
             draws=draws,
             prefix_draws=prefix_draws,
             anchor_BCTHW=anchor_BCTHW,
-            core=core.begin(inputs),
+            core=self._within_memory("the start of a rollout", lambda: core.begin(inputs)),
             camera=CameraState(),
             camera_before=CameraState(),
         )
 
     def set_prompt(self, rollout: Rollout, prompt: str) -> None:
-        """Change the prompt from the next chunk on; picture, silence and history stay."""
+        """Change the prompt from the next chunk on; picture, silence and history stay.
+
+        Raises: OutOfMemoryError.
+        """
         core = self.core
         inputs = self._inputs(prompt, rollout.anchor_BCTHW, prefix_draws=rollout.prefix_draws)
-        core.switch_prefix(rollout.core, inputs)
+        self._within_memory("a new prompt", lambda: core.switch_prefix(rollout.core, inputs))
         rollout.prompt = prompt
 
     def step(
@@ -252,7 +265,7 @@ class Engine:
             leading_BCTHW: the first 0 to 4 latents where they are given, so that a chunk can be
                 made again from its middle (see `undo`).
 
-        Raises: ConfigError for leading latents of a wrong shape.
+        Raises: ConfigError for leading latents of a wrong shape, OutOfMemoryError.
         """
         chunk = self.denoise(rollout, action, leading_BCTHW=leading_BCTHW)
         self.commit(rollout)
@@ -270,7 +283,7 @@ class Engine:
             action: as for `step`.
             leading_BCTHW: as for `step`.
 
-        Raises: ConfigError for leading latents of a wrong shape.
+        Raises: ConfigError for leading latents of a wrong shape, OutOfMemoryError.
         """
         core, config = self.core, self.model_config
         clock = new_clock(self.device)
@@ -280,14 +293,18 @@ class Engine:
         views_BT44 = relative_views(poses_T44[None], torch.eye(4, dtype=torch.float64)[None])
         draws = rollout.draws.chunk(rollout.chunk_index)
         chunk_index = rollout.chunk_index
-        latents_BCTHW = core.denoise(
-            rollout.core,
-            draws.noise_BCTHW.to(self.device),
-            [noise.to(self.device) for noise in draws.step_noise],
-            views_BT44,
-            leading_BCTHW=None if leading_BCTHW is None else leading_BCTHW.to(self.device),
-            on_step=lambda step: clock.mark(f"step_{step}"),
-        )
+
+        def make() -> Tensor:
+            return core.denoise(
+                rollout.core,
+                draws.noise_BCTHW.to(self.device),
+                [noise.to(self.device) for noise in draws.step_noise],
+                views_BT44,
+                leading_BCTHW=None if leading_BCTHW is None else leading_BCTHW.to(self.device),
+                on_step=lambda step: clock.mark(f"step_{step}"),
+            )
+
+        latents_BCTHW = self._within_memory(f"chunk {chunk_index}", make)
         steps = config.sampler.steps
         clock.mark(f"step_{steps}")
         rollout.open_chunk = OpenChunk(latents_BCTHW=latents_BCTHW, camera=path.end, clock=clock)
@@ -302,13 +319,16 @@ class Engine:
     def commit(self, rollout: Rollout) -> None:
         """Write keys and values of the denoised chunk, so that later ones see it.
 
-        Raises: StateError when there is none.
+        Raises: StateError when there is none, OutOfMemoryError.
         """
         core, open_chunk = self.core, rollout.open_chunk
         if open_chunk is None:
             raise StateError("commit: no chunk is denoised; expected denoise() first")
         open_chunk.clock.mark("refresh")
-        core.refresh(rollout.core, open_chunk.latents_BCTHW)
+        self._within_memory(
+            f"the refresh of chunk {rollout.chunk_index}",
+            lambda: core.refresh(rollout.core, open_chunk.latents_BCTHW),
+        )
         open_chunk.clock.mark("end")
         rollout.open_chunk = None
         rollout.camera_before, rollout.camera = rollout.camera, open_chunk.camera
@@ -338,6 +358,9 @@ class Engine:
         """Give the weights up. Calling it again does nothing."""
         self._core = None
 
+    def _within_memory(self, what: str, work: Callable[[], T]) -> T:
+        return within_memory(self.device, what, work)
+
     def _inputs(
         self, prompt: str, anchor_BCTHW: Tensor, *, prefix_draws: PrefixDraws
     ) -> PrefixInputs:
@@ -361,17 +384,27 @@ def _resolve_dtype(
     config: EngineConfig,
     device: torch.device,
     geometries: tuple[Geometry, ...],
+    *,
+    world_size: int,
 ) -> DtypeChoice:
     """Choose the dtype and check the memory; even measuring a block may need too much of it."""
     present_gib = available_gib(device)
+
+    def check(dtype: DtypeName) -> None:
+        check_memory(model_config, dtype, present_gib, geometries, world_size=world_size)
+
     if config.dtype != "auto":
-        check_memory(model_config, config.dtype, present_gib, geometries)
+        check(config.dtype)
         return DtypeChoice(dtype=config.dtype)
-    check_memory(model_config, "bfloat16", present_gib, geometries)
+    check("bfloat16")
     choice = choose_dtype(model_config, device)
     _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
-    check_memory(model_config, choice.dtype, present_gib, geometries)
+    check(choice.dtype)
     return choice
+
+
+def _world_size(exchange: Exchange | None) -> int:
+    return 1 if exchange is None else exchange.world_size
 
 
 def _resolved(config: EngineConfig, device: torch.device, choice: DtypeChoice) -> EngineConfig:

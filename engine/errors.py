@@ -5,6 +5,7 @@
     |- StateError (RuntimeError)       calls in an order that cannot work
     |- CheckpointError                 weights on disk are missing, damaged or of another model
     |- DeviceError                     the machine cannot run what was asked for
+    |  `- OutOfMemoryError             its memory ran out while it ran
     `- UnsupportedError                a sound request that this build does not serve
 
 Owns: the tree. Invariant: a message names the field, its value and what is allowed.
@@ -31,6 +32,10 @@ class CheckpointError(WorldStreamError):
 
 class DeviceError(WorldStreamError):
     """The machine lacks the device, the memory or the data type that was asked for."""
+
+
+class OutOfMemoryError(DeviceError):
+    """Memory ran out in the middle of a rollout, which is over; the engine can begin another."""
 
 
 class UnsupportedError(WorldStreamError):

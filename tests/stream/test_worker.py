@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig, preset
 from stream.actions import ActionMailbox, ActionSnapshot, wall_ms
 from stream.command_inbox import merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing
+from stream.jobs import WorldSpec
 from stream.trace import read_trace
 from stream.worker import Worker
 from stream.worker_messages import (
@@ -42,8 +45,9 @@ from stream.worker_messages import (
     StepOnce,
     WorkerConfig,
 )
-from stream.world_source import OpenSource
-from tests.stream.painted_worlds import GEOMETRY, SPEC, NoWorlds, PaintedWorlds
+from stream.world_source import LoadedWorlds, OpenSource
+from tests.allocator import AllocatorLimit
+from tests.stream.painted_worlds import SPEC, NoWorlds, PaintedWorlds
 
 pytestmark = pytest.mark.cpu
 
@@ -55,15 +59,18 @@ R = TypeVar("R", bound=Report)
 class Api:
     """The other side of a worker: reads reports, shows frames at once unless told not to."""
 
-    def __init__(self, folder: Path, open_source: OpenSource = PaintedWorlds) -> None:
+    def __init__(
+        self, folder: Path, open_source: OpenSource = PaintedWorlds, spec: WorldSpec = SPEC
+    ) -> None:
         self.pipe, theirs = Pipe()
         self.mailbox = ActionMailbox.create()
-        self.ring = FrameRing.create(width_px=GEOMETRY.width_px, height_px=GEOMETRY.height_px)
+        size = spec.geometry
+        self.ring = FrameRing.create(width_px=size.width_px, height_px=size.height_px)
         self.holds_frames = False
         self.frames: list[tuple[FrameMeta, np.ndarray]] = []
         self.reports: list[Report] = []
         # At 2,000 frames a second playback never holds the worker back.
-        config = WorkerConfig(world=SPEC, trace_folder=folder, fps=2000.0, jit_margin_ms=0.0)
+        config = WorkerConfig(world=spec, trace_folder=folder, fps=2000.0, jit_margin_ms=0.0)
         self._mailbox = ActionMailbox.attach(self.mailbox.name)
         self._ring = FrameRing.attach(self.ring.handle)
         worker = Worker(config, theirs, self._mailbox, self._ring, open_source)
@@ -274,6 +281,44 @@ def test_a_bad_chunk_ends_the_session_and_the_next_one_works(
     assert api.rest() == []
     api.start("lake")
     api.wait(ChunkDone)
+
+
+class CrampedWorlds(LoadedWorlds):
+    """The tiny model, in a thread whose memory can be made short."""
+
+    limit = AllocatorLimit()
+
+    def __init__(self, spec: WorldSpec) -> None:
+        super().__init__(spec)
+        self.limit.__enter__()
+
+    def close(self) -> None:
+        self.limit.__exit__(None, None, None)
+        super().close()
+
+
+def test_memory_that_runs_out_ends_the_session_and_the_next_one_works(tmp_path: Path) -> None:
+    spec = WorldSpec(
+        source="model",
+        preset="tiny",
+        geometry=preset("tiny").model.geometry,
+        weights="random",
+        engine=EngineConfig(device="cpu", dtype="float32"),
+    )
+    api = Api(tmp_path, CrampedWorlds, spec)
+    try:
+        api.start("lake")
+        api.wait(ChunkDone)
+        CrampedWorlds.limit.limit_bytes = 20_000
+        failed = api.wait(Failed)
+        assert (failed.code, failed.is_fatal) == (FailureCode.GEN_FAILED, False)
+        assert failed.detail.startswith("OutOfMemoryError: memory ran out in ")
+        api.wait(SessionEnded)
+        CrampedWorlds.limit.limit_bytes = math.inf
+        api.start("lake")
+        api.wait(ChunkDone)
+    finally:
+        api.close()
 
 
 def test_an_unusable_start_ends_the_session_only(api: Api) -> None:
