@@ -31,7 +31,7 @@ from aiortc.rtcrtpparameters import (
 PLAYOUT_DELAY_URI = "http://www.webrtc.org/experiments/rtp-hdrext/playout-delay"
 PLAYOUT_DELAY_UNIT_MS = 10
 LOOPBACK = "127.0.0.1"
-GATHER_S = 0.8
+GATHER_S = 0.5
 """Longest wait for STUN and TURN servers: the offer has to be answered within a second."""
 
 _RTP_TIME = "_RTCRtpSender__rtp_timestamp"

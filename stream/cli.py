@@ -250,6 +250,10 @@ class Serve:
     """Access token; made up and printed when other machines can reach the service."""
     ice_server: Text = None
     """stun:host:port or turn:user:password@host:port?transport=tcp, with commas between them."""
+    turn_secret: Text = None
+    """Shared with a TURN server that makes short-lived users; user:password@ is left out."""
+    media_hosts: Text = None
+    """Local addresses for WebRTC; by default those on which the service can be reached."""
     udp_ports: Text = None
     """UDP ports for media, as A-B; by default any."""
     max_sessions: Number = None

@@ -356,7 +356,7 @@ class Live:
                 keyframe_min_s=settings.kf_min_ms / 1e3,
                 ice=IceSettings(
                     servers=servers,
-                    hosts=("127.0.0.1",) if settings.is_loopback else None,
+                    hosts=settings.ice_hosts,
                     udp_ports=settings.udp_ports,
                 ),
             ),

@@ -9,14 +9,17 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import time
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.errors import ConfigError
+from stream.ice_servers import parse_ice_server, with_user
 from stream.protocol import IceServer
 
+TURN_MARGIN_S = 600.0
 ENV_PREFIX = "WORLDSTREAM_"
 
 
@@ -54,7 +57,11 @@ class ServerSettings(BaseSettings):
     """Needed by whoever creates a session; made up and printed when bound to the outside."""
 
     ice_server: Annotated[tuple[str, ...], NoDecode] = ()
-    """stun:host:port or turn:user:password@host:port?transport=tcp."""
+    """stun:host:port, turn:user:password@host:port?transport=tcp, or without user and password."""
+    turn_secret: SecretStr | None = None
+    """Shared with a TURN server that makes short-lived users from it (coturn: use-auth-secret)."""
+    media_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Local addresses for WebRTC; by default those on which the service can be reached."""
     udp_ports: Annotated[tuple[int, int] | None, NoDecode] = None
     """First and last UDP port for media, as A-B."""
     bit_rate_kbps: Annotated[int, Field(ge=100, le=50_000)] = 2_000
@@ -98,7 +105,7 @@ class ServerSettings(BaseSettings):
     sessions_per_min: Annotated[int, Field(ge=1, le=10_000)] = 10
     sockets_per_address: Annotated[int, Field(ge=1, le=10_000)] = 4
 
-    @field_validator("allowed_hosts", "allowed_origins", "ice_server", mode="before")
+    @field_validator("allowed_hosts", "allowed_origins", "ice_server", "media_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -111,6 +118,26 @@ class ServerSettings(BaseSettings):
         for each in value:
             parse_ice_server(each)
         return value
+
+    @field_validator("media_hosts")
+    @classmethod
+    def _check_media_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            try:
+                ipaddress.ip_address(each)
+            except ValueError:
+                raise ValueError("allowed: addresses such as 192.0.2.7 or 2001:db8::7") from None
+        return value
+
+    @model_validator(mode="after")
+    def _check_turn(self) -> Self:
+        servers = [parse_ice_server(each) for each in self.ice_server]
+        bare = [each for each in servers if each.urls[0].startswith("turn") and not each.username]
+        if bare and self.turn_secret is None:
+            raise ValueError(
+                "ice_server: a TURN server needs user:password@ before its host, or a turn_secret"
+            )
+        return self
 
     @field_validator("udp_ports", mode="before")
     @classmethod
@@ -163,32 +190,35 @@ class ServerSettings(BaseSettings):
 
     @property
     def ice_servers(self) -> tuple[IceServer, ...]:
-        """The ICE servers as browsers want them."""
-        return tuple(parse_ice_server(each) for each in self.ice_server)
+        """The ICE servers as browsers want them now; users made from a secret are good for long
+        enough to wait in the queue and play.
+        """
+        servers = (parse_ice_server(each) for each in self.ice_server)
+        if self.turn_secret is None:
+            return tuple(servers)
+        secret = self.turn_secret.get_secret_value()
+        until_s = time.time() + self.queue_s + self.max_duration_s + TURN_MARGIN_S
+        return tuple(with_user(each, secret, until_s) for each in servers)
+
+    @property
+    def ice_hosts(self) -> tuple[str, ...] | None:
+        """Local addresses for WebRTC; None for those of all interfaces."""
+        if self.media_hosts:
+            return self.media_hosts
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return ("127.0.0.1",) if not self.is_public else None
+        # Behind a proxy on this machine, browsers come from elsewhere.
+        if address.is_unspecified or (address.is_loopback and self.is_public):
+            return None
+        return (self.host,)
 
     def printable(self) -> str:
         """All settings as JSON, secrets left out."""
         values = self.model_dump(mode="json")
         values["ice_server"] = [each.partition("@")[2] or each for each in self.ice_server]
         return json.dumps(values, indent=2)
-
-
-def parse_ice_server(text: str) -> IceServer:
-    """Read `stun:host:port` or `turn:user:password@host:port?transport=tcp`.
-
-    Raises:
-        ValueError: another scheme, no host, or a TURN server without user and password.
-    """
-    scheme, colon, rest = text.partition(":")
-    if scheme not in ("stun", "stuns", "turn", "turns") or not colon or not rest:
-        raise ValueError("allowed: stun:host:port or turn:user:password@host:port?transport=tcp")
-    credentials, at, address = rest.rpartition("@")
-    if scheme in ("stun", "stuns"):
-        return IceServer(urls=(text,))
-    user, colon, password = credentials.partition(":")
-    if not (at and user and colon and password and address):
-        raise ValueError("a TURN server needs user:password@ before its host")
-    return IceServer(urls=(f"{scheme}:{address}",), username=user, credential=password)
 
 
 def load_settings(**given: Any) -> ServerSettings:

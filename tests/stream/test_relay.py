@@ -9,6 +9,7 @@ import pytest
 from aiortc import RTCConfiguration, RTCIceServer
 from aiortc.rtcconfiguration import RTCIceTransportPolicy
 
+from stream.ice_servers import parse_ice_server, with_user
 from stream.peer import IceServerSettings, IceSettings
 from tests import tolerances
 from tests.stream.media_bench import run, wait_for
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("turnserver") is None, reason="coturn is not installed"),
 ]
 
-USER, PASSWORD = "visitor", "secret"
+SECRET = "north"
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def turn_url(tmp_path):
         port = probe.getsockname()[1]
     command = ["turnserver", "-n", "--no-udp", "--no-tls", "--no-dtls", "--no-cli"]
     command += ["--listening-ip=127.0.0.1", f"--listening-port={port}", "--relay-ip=127.0.0.1"]
-    command += ["--lt-cred-mech", f"--user={USER}:{PASSWORD}", "--realm=test"]
+    command += ["--use-auth-secret", f"--static-auth-secret={SECRET}", "--realm=test"]
     command += ["--allow-loopback-peers", f"--pidfile={tmp_path / 'turn.pid'}"]
     command += ["--log-file=stdout", "--no-stdout-log", f"--userdb={tmp_path / 'turn.db'}"]
     relay = subprocess.Popen(
@@ -52,7 +53,10 @@ def turn_url(tmp_path):
 
 
 def relayed_browser(turn_url):
-    server = RTCIceServer(urls=[turn_url], username=USER, credential=PASSWORD)
+    found = with_user(parse_ice_server(turn_url), SECRET, time.time() + 60)
+    server = RTCIceServer(
+        urls=list(found.urls), username=found.username, credential=found.credential
+    )
     policy = RTCIceTransportPolicy.RELAY
     return RtcBrowser(
         hosts=None,
@@ -86,7 +90,8 @@ def test_server_offers_its_own_relay_beside_its_address(turn_url):
         await wait_for(lambda: ("a", 1, "connected") in bench.log.states)
         await browser.close()
 
-    server = IceServerSettings(urls=(turn_url,), username=USER, credential=PASSWORD)
+    user = with_user(parse_ice_server(turn_url), SECRET, time.time() + 60)
+    server = IceServerSettings(urls=(turn_url,), username=user.username, credential=user.credential)
     run(check, ice=IceSettings(hosts=("127.0.0.1",), servers=(server,)))
 
 
@@ -100,5 +105,5 @@ def test_relay_that_does_not_answer_keeps_nobody_waiting():
 
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"turn:127.0.0.1:{deaf.getsockname()[1]}?transport=tcp"
-        server = IceServerSettings(urls=(url,), username=USER, credential=PASSWORD)
+        server = IceServerSettings(urls=(url,), username="visitor", credential="secret")
         run(check, ice=IceSettings(hosts=("127.0.0.1",), servers=(server,)))

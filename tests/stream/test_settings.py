@@ -1,11 +1,13 @@
 """Settings: where values come from, what is refused."""
 
 import json
+import time
 
 import pytest
 
 from engine.errors import ConfigError
-from stream.settings import load_settings, parse_ice_server
+from stream.ice_servers import parse_ice_server, with_user
+from stream.settings import load_settings
 
 pytestmark = pytest.mark.cpu
 
@@ -48,6 +50,8 @@ def test_lists_are_written_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
         ("udp_ports", "9000-8000"),
         ("udp_ports", "80-90"),
         ("ice_server", "http://x"),
+        ("ice_server", "turn:host:3478"),
+        ("media_hosts", "eth0"),
         ("max_sessions", "0"),
         ("scene", "../x"),
     ],
@@ -64,6 +68,42 @@ def test_turn_server_needs_credentials_and_they_are_not_repeated() -> None:
         load_settings(ice_server="turn:hunter2@host:3478")
     assert "hunter2" not in str(caught.value)
     assert parse_ice_server("turn:a:b:c@host:1").credential == "b:c"
+
+
+def test_turn_users_of_a_secret_expire_after_the_longest_session() -> None:
+    settings = load_settings(
+        ice_server="stun:a:1,turn:b:2?transport=tcp", turn_secret="north", max_duration_s=60
+    )
+    stun, turn = settings.ice_servers
+    assert stun.username is None
+    assert turn.username is not None
+    until_s = int(turn.username.partition(":")[0])
+    assert 60 < until_s - time.time() < 3_600
+
+
+def test_turn_password_is_the_signature_of_its_user() -> None:
+    server = with_user(parse_ice_server("turn:host:3478"), "north", 1_433_895_918.0)
+    assert server.username == "1433895918:worldstream"
+    # printf 1433895918:worldstream | openssl dgst -sha1 -hmac north -binary | base64
+    assert server.credential == "v6T8FdXPj/DuExh+Az6WRp0UU1Q="
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        ({}, ("127.0.0.1",)),
+        ({"host": "localhost"}, ("127.0.0.1",)),
+        ({"host": "::1"}, ("::1",)),
+        ({"host": "0.0.0.0"}, None),
+        ({"host": "192.0.2.7"}, ("192.0.2.7",)),
+        ({"trusted_proxies": "127.0.0.1"}, None),
+        ({"host": "0.0.0.0", "media_hosts": "192.0.2.7,2001:db8::7"}, ("192.0.2.7", "2001:db8::7")),
+    ],
+)
+def test_addresses_of_webrtc_are_those_that_browsers_reach(
+    given: dict[str, str], hosts: tuple[str, ...] | None
+) -> None:
+    assert load_settings(**given).ice_hosts == hosts
 
 
 def test_printed_settings_hold_no_secrets() -> None:
