@@ -279,7 +279,8 @@ class Media:
         return self._queue.popleft()
 
     async def _send_new(self, waiting: _Waiting) -> None:
-        decision = pacing.decide(self._timeline, self._clock_s())
+        now_s = self._clock_s()
+        decision = pacing.decide(self._timeline, now_s)
         if waiting.meta.offset == 0:
             lead_s = decision.due_s - waiting.queued_s
             chunk_frames = self._settings.frames_per_chunk
@@ -294,7 +295,7 @@ class Media:
         if told is not None:
             self._events.on_chunk(told)
         if decision.wait_s > 0:
-            await asyncio.sleep(decision.due_s - self._clock_s())
+            await asyncio.sleep(now_s + decision.wait_s - self._clock_s())
         if waiting.meta.epoch < self._epoch:
             self._counts.stale += 1
             return

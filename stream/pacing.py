@@ -1,8 +1,8 @@
 """Presentation times: when each frame is due, and how late the next chunk may start.
 
 Owns the arithmetic of even playback. Pure: clocks are arguments, states are values.
-Invariants: due times and `pts90` rise strictly; after a stall the clock starts again at now, and no
-two frames leave closer than `MIN_SPACING` periods, so that playback never runs faster to catch up.
+Invariants: due times and `pts90` rise strictly; after a stall of a period or more the clock starts
+again at now; no two frames leave closer than `MIN_SPACING` periods.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class PacingDecision:
     """When the next frame leaves, and under which timestamp."""
 
     due_s: float
+    """Its place in even playback, which `pts90` tells."""
     pts90: int
     wait_s: float
-    """From now; 0 where the frame is due at once."""
+    """From now to when it leaves: at its due time, unless that is past or the last frame left
+    too short a time ago. 0 for at once."""
     is_late: bool
-    """The frame came after its due time: playback stood still and goes on from now."""
+    """Its due time was past."""
 
 
 def new_timeline(fps: float) -> Timeline:
@@ -78,11 +80,14 @@ def decide(timeline: Timeline, now_s: float) -> PacingDecision:
         return PacingDecision(due_s=now_s, pts90=0, wait_s=0.0, is_late=False)
     period_s = timeline.period_s
     regular_s = timeline.due_s + period_s
-    due_s = max(regular_s, timeline.sent_s + MIN_SPACING * period_s, now_s)
+    # A sender that wakes late by less than a period makes up for it in the next frames; if each
+    # time were the new beginning, playback would fall behind by all of them together.
+    is_stall = now_s >= regular_s + period_s
+    due_s = now_s if is_stall else regular_s
     return PacingDecision(
         due_s=due_s,
         pts90=max(round(PTS_HZ * (due_s - timeline.origin_s)), timeline.pts90 + 1),
-        wait_s=due_s - now_s,
+        wait_s=max(due_s, timeline.sent_s + MIN_SPACING * period_s, now_s) - now_s,
         is_late=now_s > regular_s,
     )
 

@@ -53,7 +53,28 @@ def test_frame_after_its_due_time_is_late():
 def test_late_sender_keeps_spacing():
     timeline = pacing.new_timeline(FPS)
     timeline = pacing.with_sent(timeline, pacing.decide(timeline, 0.0), 0.9 * PERIOD_S)
-    assert pacing.decide(timeline, 0.9 * PERIOD_S).due_s == pytest.approx(1.7 * PERIOD_S)
+    decision = pacing.decide(timeline, 0.9 * PERIOD_S)
+    assert 0.9 * PERIOD_S + decision.wait_s == pytest.approx(1.7 * PERIOD_S)
+
+
+def test_late_sender_makes_up_for_it_and_the_times_stay_even():
+    timeline, now_s, sent_s, due_s = pacing.new_timeline(FPS), 0.0, [], []
+    for index in range(12):
+        decision = pacing.decide(timeline, now_s)
+        now_s += decision.wait_s + (0.9 * PERIOD_S if index == 2 else 0.0)
+        timeline = pacing.with_sent(timeline, decision, now_s)
+        sent_s.append(now_s)
+        due_s.append(decision.due_s)
+    assert due_s == pytest.approx([i * PERIOD_S for i in range(12)])
+    assert sent_s[8:] == pytest.approx(due_s[8:])
+
+
+def test_a_whole_period_late_is_a_stall():
+    timeline = pacing.with_sent(
+        pacing.new_timeline(FPS), pacing.decide(pacing.new_timeline(FPS), 0.0), 0.0
+    )
+    assert pacing.decide(timeline, 1.9 * PERIOD_S).due_s == pytest.approx(PERIOD_S)
+    assert pacing.decide(timeline, 2.1 * PERIOD_S).due_s == pytest.approx(2.1 * PERIOD_S)
 
 
 def test_slow_generator_stretches_playback():
