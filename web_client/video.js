@@ -6,8 +6,8 @@
  * only tried again.
  */
 
-import { nowMs } from "./input.js";
 import { RUNG_NAMES, firstRung, forget, remember, rungsOf } from "./ladder.js";
+import { RungClock } from "./rung_clock.js";
 import { RtcVideo } from "./webrtc.js";
 import { WsVideo } from "./ws_video.js";
 
@@ -16,10 +16,9 @@ import { WsVideo } from "./ws_video.js";
 /** @typedef {import("./protocol.d.ts").Welcome} Welcome */
 
 const WITH_FRAMES = ["READY", "RUNNING", "PAUSED"];
+/** Less is a picture that is only repeated. */
+const PLAYING_FPS = 5;
 const WITH_MEDIA = ["WARMING", ...WITH_FRAMES];
-const WS_LIMIT_MS = 5000;
-const STALL_MS = 4000;
-const KEY_MS = 2000;
 
 export class Video {
   /**
@@ -45,13 +44,9 @@ export class Video {
     this.gen = 0;
     this.state = "";
     this.isStarted = false;
-    this.hasFrame = false;
-    this.rungSinceMs = 0;
-    this.frameAtMs = 0;
-    this.hasAskedForKey = false;
+    this.clock = new RungClock();
     /** @type {RTCIceServer[]} */
     this.ice = [];
-    this.ladderMs = [3000, 5000];
     setInterval(() => this.check(), 250);
   }
 
@@ -62,7 +57,7 @@ export class Video {
   /** A new socket: media starts afresh once the session has a world. @param {Welcome} welcome */
   onWelcome(welcome) {
     this.ice = /** @type {RTCIceServer[]} */ ([...welcome.ice]);
-    this.ladderMs = welcome.limits.ladder_s.map((seconds) => seconds * 1000);
+    this.clock.rtcLimitsMs = welcome.limits.ladder_s.map((seconds) => seconds * 1000);
     this.isStarted = false;
   }
 
@@ -70,7 +65,7 @@ export class Video {
   onState(state) {
     const had = WITH_FRAMES.includes(this.state);
     this.state = state;
-    if (WITH_FRAMES.includes(state) && !had) this.rungSinceMs = nowMs();
+    if (WITH_FRAMES.includes(state) && !had) this.clock.resume();
     if (!this.isStarted && WITH_MEDIA.includes(state)) this.start(this.firstRung(), "");
   }
 
@@ -96,8 +91,7 @@ export class Video {
     this.stop();
     this.isStarted = true;
     this.rung = rung;
-    this.hasFrame = false;
-    this.rungSinceMs = nowMs();
+    this.clock.begin();
     const isRtc = rung === "webrtc" || rung === "relay";
     this.video.hidden = !isRtc;
     this.canvas.hidden = isRtc;
@@ -127,17 +121,18 @@ export class Video {
   }
 
   onFrame() {
-    this.frameAtMs = nowMs();
-    this.hasAskedForKey = false;
-    if (this.hasFrame) return;
-    this.hasFrame = true;
+    if (!this.clock.onFrame()) return;
     this.hooks.onPicture();
     if (this.forced === "auto") remember(this.rungs(), this.rung);
   }
 
-  /** The page is looked at again: time out of sight does not count. */
+  /** The page is looked at again. */
   onSeen() {
-    this.rungSinceMs = this.frameAtMs = nowMs();
+    this.clock.resume();
+  }
+
+  get hasFrame() {
+    return this.clock.hasFrame;
   }
 
   /** @param {ArrayBuffer} buffer */
@@ -170,21 +165,16 @@ export class Video {
   /** @param {number} fpsOut frames a second that the server says it sends */
   onStats(fpsOut) {
     this.rtc?.poll().catch(() => {});
-    if (!this.hasFrame || fpsOut < 5 || document.hidden) return;
-    const stalledMs = nowMs() - this.frameAtMs;
-    if (stalledMs > STALL_MS) this.fall("no frames");
-    else if (stalledMs > KEY_MS && !this.hasAskedForKey) {
-      this.hasAskedForKey = true;
-      this.hooks.send({ t: "kf", reason: "stall" });
-    }
+    if (fpsOut < PLAYING_FPS || document.hidden) return;
+    const remedy = this.clock.remedy();
+    if (remedy === "fall") this.fall("no frames");
+    if (remedy === "keyframe") this.hooks.send({ t: "kf", reason: "stall" });
   }
 
   /** Fall where the rung brought no frame in its time. */
   check() {
-    if (!this.isStarted || this.hasFrame || document.hidden || !WITH_FRAMES.includes(this.state)) return;
-    const limits = { webrtc: this.ladderMs[0], relay: this.ladderMs[1] };
-    const limitMs = this.rung in limits ? limits[/** @type {"relay"} */ (this.rung)] : WS_LIMIT_MS;
-    if (nowMs() - this.rungSinceMs <= limitMs) return;
+    if (!this.isStarted || document.hidden || !WITH_FRAMES.includes(this.state)) return;
+    if (!this.clock.isOverdue(this.rung)) return;
     if (this.forced === "auto") this.fall("no frames in time");
     else this.start(this.rung, `${RUNG_NAMES[this.rung]}: no frames in time. Trying again.`);
   }
@@ -194,7 +184,7 @@ export class Video {
     if (!this.isStarted) return;
     if (this.forced !== "auto") {
       // Not at once: what fails at once would fail again and again.
-      this.hasFrame = false;
+      this.clock.hasFrame = false;
       return;
     }
     const rungs = this.rungs();
