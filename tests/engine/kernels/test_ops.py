@@ -85,7 +85,7 @@ def test_the_kernels_compile_for_an_h200(name, monkeypatch):
     op, case = OPS[name], dataclasses.replace(FULL[0], rows=5)
     given = op.inputs(case, torch.device("cpu"))
     (kernel,) = sm90.compiled_launches(lambda: op.fused(**given))
-    # Rows go to and fro in wide accesses: 8 bytes a thread or more.
+    # Rows are read and written in wide accesses: 8 bytes a thread or more.
     assert ".v2.b32" in kernel.asm["ptx"] or ".v4.b32" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= 64 * 1024
 
