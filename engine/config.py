@@ -18,6 +18,12 @@ from typing import Any, Literal, TypeVar
 from engine.errors import ConfigError
 
 PRESET_NAMES = ("mini", "h3_33b", "tiny")
+BackendName = Literal[
+    "auto", "sdpa", "cudnn", "flash", "flex", "fa3", "fa4", "products", "math"
+]  # fmt: skip
+CompileChoice = Literal["auto", "off", "blocks", "full"]
+KernelChoice = Literal["off", "eager", "fast"]
+LinearChoice = Literal["bf16", "fp8_rowwise"]
 VAE_SPATIAL_FACTOR = 16
 FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
 """Pixel frames that the latents of one chunk cover; the pattern repeats every five latents."""
@@ -230,8 +236,23 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the transformer blocks. "auto": bfloat16 on CUDA; on a CPU the faster of the two by
     a short measurement. The choice is logged and stored resolved."""
-    compile_blocks: bool = False
-    """Compile the transformer blocks at the first steps of each window shape."""
+    compile: CompileChoice = "auto"
+    """"full" compiles a pass over all blocks, "blocks" the halves of a block around attention; each
+    at its first use, and kept on disk. "auto": full on CUDA, off on a CPU, where it takes most of a
+    minute for a few percent."""
+    graphs: bool | Literal["auto"] = "auto"
+    """Record passes as CUDA graphs and replay them. The same bits. "auto": on CUDA."""
+    attention: BackendName = "auto"
+    """Attention over the window. "auto" measures the backends of this machine once, and keeps the
+    choice on disk, because a trace is made again with the same bits only by the same backend."""
+    kernels: KernelChoice = "off"
+    """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store."""
+    linear: LinearChoice = "bf16"
+    """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
+    scale a row, which is an approximation."""
+    free_adaln: bool = False
+    """Give the modulation weights up once their tables are built, but for the third that a new
+    session's audio time needs: 17 GB of the large model."""
     prefix_cache: bool = True
     """Compute the prefix once per session and prompt instead of in every forward. Exact."""
     adaln_tables: bool = True
@@ -247,6 +268,28 @@ class EngineConfig:
             raise ConfigError(
                 f"device is {self.device!r}; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"
             )
+        for name, choices in (
+            ("compile", CompileChoice), ("attention", BackendName), ("kernels", KernelChoice),
+            ("linear", LinearChoice), ("graphs", Literal[True, False, "auto"]),
+        ):  # fmt: skip
+            value, allowed = getattr(self, name), typing.get_args(choices)
+            if value not in allowed:
+                raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        if not self.has_shortcuts:
+            for name, is_asked in (
+                ("compile", self.compile == "full"), ("graphs", self.graphs is True),
+                ("kernels", self.kernels != "off"), ("free_adaln", self.free_adaln),
+            ):  # fmt: skip
+                if is_asked:
+                    raise ConfigError(
+                        f"{name} is {getattr(self, name)!r}; allowed with prefix_cache, "
+                        "adaln_tables and packed_history alone, whose passes it speeds up"
+                    )
+
+    @property
+    def has_shortcuts(self) -> bool:
+        """Whether a pass is over the chunk's rows alone, with everything else at hand."""
+        return self.prefix_cache and self.adaln_tables and self.packed_history
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,14 +378,14 @@ def memory_needed(
     """Estimate from shapes: weights, packed window, the widest tensors of a pass.
 
     The window holds placed keys and values of prefix, history and current chunk, and the rotary
-    channels of the chunks' keys once more. Ranks that share a rollout have all weights each, and
-    their part of the window and of the rows in flight.
+    channels of the chunks' keys once more, those of the current one twice. Ranks that share a
+    rollout have all weights each, and their part of the window and of the rows in flight.
     """
     size = 4 if dtype == "float32" else 2
     prefix_rows = model.text.rows + model.rows_per_latent + model.audio_rows
     window_rows = model.window_chunks * model.rows_per_chunk
     channels = 2 * (prefix_rows + window_rows) * model.attention_head_dim
-    channels += window_rows * model.rotary_dim
+    channels += (window_rows + model.rows_per_chunk) * model.rotary_dim
     window = model.num_layers * model.num_attention_heads * channels * size
     # Rows in flight: hidden states and their normed copies, q, k, v and output placed and not,
     # both halves of the feed-forward part and their product; fp32 copies inside the norms.

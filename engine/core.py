@@ -10,6 +10,7 @@ matrix.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
@@ -21,6 +22,7 @@ from engine.attention.base import AttentionBackend, AttentionNeed, select_backen
 from engine.attention.placement import Placement, PlacementOps, eager_ops
 from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
 from engine.block_ops import BlockOps, PlainBlockOps
+from engine.cache_buffers import BufferLender, BufferShape, allocate
 from engine.config import ModelConfig
 from engine.denoise import denoise_chunk, model_times
 from engine.errors import ConfigError
@@ -37,7 +39,9 @@ from engine.model.dit import TAG_AUDIO, TAG_VIDEO, MiniMaxH3Transformer
 from engine.model.prope import identity_projective, projective
 from engine.model.rope import rope_tables
 from engine.parallel import Alone, Exchange
+from engine.passes import ChunkPasses, PassTables, pass_keys
 from engine.prefix import PrefixInputs
+from graphs.runner import GraphRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,11 @@ class CoreOptions:
     prefix_cache: bool = True
     adaln_tables: bool = True
     packed_history: bool = True
+
+    @property
+    def are_all_taken(self) -> bool:
+        """Whether a pass is over the chunk's rows alone, with everything else at hand."""
+        return self.prefix_cache and self.adaln_tables and self.packed_history
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -105,6 +114,8 @@ class RolloutCore:
         ops: PlacementOps | None = None,
         block_ops: BlockOps | None = None,
         exchange: Exchange | None = None,
+        is_compiled: bool = False,
+        runner: GraphRunner | None = None,
     ) -> None:
         self.model = model
         self.config: ModelConfig = model.config
@@ -126,12 +137,23 @@ class RolloutCore:
                 head_dim=self.config.attention_head_dim,
             )
         )
+        self._passes = ChunkPasses(
+            model, self._block_ops, self.backend, self._exchange,
+            is_compiled=is_compiled, runner=runner,
+        )  # fmt: skip
+        if (is_compiled or runner is not None) and not self.options.are_all_taken:
+            raise ConfigError(f"options are {self.options}; allowed with whole passes: all of them")
+        self._lender = None
+        if runner is not None:
+            self._lender = BufferLender(self.config, self.device, model.dtype)
         self._clean = len(self.times)
         self._anchor = len(self.times) + 1
         fixed = [*self.times, 1.0, self.config.sampler.anchor_t]
         self._fixed_times = torch.tensor(fixed, dtype=torch.float32, device=self.device)
+        self._time_index = torch.arange(len(fixed), device=self.device)
         self._tables: dict[int, Tensor] = {}
         self._final_table: Tensor | None = None
+        self._pass_tables: PassTables | None = None
 
     @property
     def camera_dtype(self) -> torch.dtype:
@@ -140,8 +162,15 @@ class RolloutCore:
 
     def renew(self) -> None:
         """Forget what was computed from the weights."""
+        self._passes.clear()
         self._tables.clear()
-        self._final_table = None
+        self._final_table = self._pass_tables = None
+
+    def close(self) -> None:
+        """Give graphs and spare memory up, before the weights go."""
+        self._passes.close()
+        if self._lender is not None:
+            self._lender.clear()
 
     @torch.no_grad()
     def begin(self, inputs: PrefixInputs) -> CoreState:
@@ -149,15 +178,7 @@ class RolloutCore:
         layout, tables, placement = self._placements(inputs)
         cache: PackedCache | PlainCache
         if self.options.packed_history:
-            cache = PackedCache(
-                self.config,
-                tables,
-                batch_size=inputs.text_BRE.shape[0],
-                heads=self.config.num_attention_heads // self._exchange.world_size,
-                device=self.device,
-                dtype=self.model.dtype,
-                ops=self._block_ops,
-            )
+            cache = self._packed_cache(tables, inputs.text_BRE.shape[0])
         else:
             cache = PlainCache(self.config, tables)
         state = CoreState(
@@ -168,6 +189,7 @@ class RolloutCore:
             audio_time_embedding_BC=self.model.time_embedding(inputs.audio_t_B),
         )
         self._fill_prefix(state)
+        self._list_keys(state)
         return state
 
     @torch.no_grad()
@@ -179,6 +201,7 @@ class RolloutCore:
         state.audio_time_embedding_BC = self.model.time_embedding(inputs.audio_t_B)
         state.audio_tables.clear()
         self._fill_prefix(state)
+        self._list_keys(state)
 
     @torch.no_grad()
     def denoise(
@@ -235,7 +258,10 @@ class RolloutCore:
         self._check("latents", latents_BCTHW, self.config.latents_per_chunk)
         if views_BT44 is not None:
             self.open_chunk(state, views_BT44)
-        self._run(state, latents_BCTHW, [self._clean] * latents_BCTHW.shape[2], keep=True)
+        if isinstance(state.cache, PackedCache) and self.options.are_all_taken:
+            self._pass(state, state.cache, latents_BCTHW, self._clean, keep=True)
+        else:
+            self._run(state, latents_BCTHW, [self._clean] * latents_BCTHW.shape[2], keep=True)
         state.cache.commit()
 
     def open_chunk(self, state: CoreState, views_BT44: Tensor) -> None:
@@ -245,17 +271,52 @@ class RolloutCore:
             raise ConfigError(f"views have shape {tuple(views_BT44.shape)}; allowed: {expected}")
         camera = projective(views_BT44.to(self.device), self.camera_dtype)
         state.cache.begin(state.cache.committed, camera)
+        self._passes.begin_chunk()
 
     @torch.no_grad()
     def velocity(
         self, state: CoreState, x_BCTHW: Tensor, step: int, *, leading_count: int = 0
     ) -> Tensor:
         """Velocity of the open chunk at a denoise step, fp32 [B, C, T, H, W]."""
+        is_plain = leading_count > 0 or not self.options.are_all_taken
+        if isinstance(state.cache, PackedCache) and not is_plain:
+            rows_BRC = self._pass(state, state.cache, x_BCTHW, step, keep=False)
+            assert rows_BRC is not None
+            return unpatchify(rows_BRC, self.config.geometry)
         trailing_count = x_BCTHW.shape[2] - leading_count
         times = [self._clean] * leading_count + [step] * trailing_count
         x_BRD = self._run(state, x_BCTHW, times, keep=False)
         rows_BRC = self.model.head_video(x_BRD, self._final_modulation(times))
         return unpatchify(rows_BRC, self.config.geometry)
+
+    def _pass(
+        self, state: CoreState, cache: PackedCache, x_BCTHW: Tensor, time: int, *, keep: bool
+    ) -> Tensor | None:
+        """One pass in which all rows share a time: velocity rows, or None for a refresh."""
+        return self._passes.run(
+            cache,
+            patchify(x_BCTHW),
+            self._time_index[time : time + 1],
+            self._tables_of_passes(),
+            keep=keep,
+        )
+
+    def _packed_cache(self, tables: WindowTables, batch_size: int) -> PackedCache:
+        heads = self.config.num_attention_heads // self._exchange.world_size
+        shape = BufferShape(batch_size=batch_size, heads=heads, prefix_rows=tables.prefix_rows)
+        if self._lender is None:
+            buffers = allocate(self.config, shape, device=self.device, dtype=self.model.dtype)
+            return PackedCache(self.config, tables, buffers, ops=self._block_ops)
+        buffers = self._lender.take(shape)
+        cache = PackedCache(self.config, tables, buffers, ops=self._block_ops)
+        weakref.finalize(cache, self._lender.give, buffers)
+        return cache
+
+    def _list_keys(self, state: CoreState) -> None:
+        """Tell the runner which passes this prefix will have."""
+        if self._passes.runner is not None and isinstance(state.cache, PackedCache):
+            batch_size = state.inputs.text_BRE.shape[0]
+            self._passes.runner.allow(pass_keys(state.cache, batch_size, self.model.dtype))
 
     def _check(self, name: str, latents_BCTHW: Tensor, latents: int) -> None:
         grid = self.config.geometry
@@ -367,6 +428,15 @@ class RolloutCore:
             self._tables[layer] = table
         return table
 
+    def _tables_of_passes(self) -> PassTables:
+        if self._pass_tables is None:
+            layers = range(self.config.num_layers)
+            self._pass_tables = PassTables(
+                blocks_LM6D=torch.stack([self._table(layer)[:, TAG_VIDEO] for layer in layers]),
+                final_M2D=self._final_vectors(),
+            )
+        return self._pass_tables
+
     def _audio_table(self, state: CoreState, layer: int) -> Tensor:
         """Vectors of each sample's audio time [B, 3 tags, 6, D]."""
         if layer in state.audio_tables:
@@ -384,12 +454,17 @@ class RolloutCore:
         parts = [table[time, TAG_VIDEO] for time in times]
         return torch.stack(parts).repeat_interleave(self.config.rows_per_latent, dim=0)[None]
 
+    def _final_vectors(self) -> Tensor:
+        """Vectors of the output norm at the fixed times [times, 2, D]."""
+        if self._final_table is not None:
+            return self._final_table
+        table = self.model.final_modulation(self.model.time_embedding(self._fixed_times))
+        if self.options.adaln_tables:
+            self._final_table = table
+        return table
+
     def _final_modulation(self, times: Sequence[int]) -> Tensor:
-        table = self._final_table
-        if table is None:
-            table = self.model.final_modulation(self.model.time_embedding(self._fixed_times))
-            if self.options.adaln_tables:
-                self._final_table = table
+        table = self._final_vectors()
         if len(set(times)) == 1:
             return table[times[0]][None, None]
         parts = [table[time] for time in times]

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.placement import PlacementOps, place, turn
 from engine.camera import FIRST_FRAMES, CameraState, integrate, relative_views
 from engine.checkpoint import empty_model, load_model, read_config, verify_manifest
 from engine.clock import new_clock
@@ -38,10 +37,10 @@ from engine.device import (
 )
 from engine.errors import CheckpointError, ConfigError, StateError
 from engine.model.dit import MiniMaxH3Transformer
-from engine.model.packed_linear import can_pack, pack_blocks
 from engine.parallel import Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
 from engine.rollout import Draws, OpenChunk, Rollout, SeededDraws
+from engine.speed import resolve_speed, speed_parts
 from engine.text import PromptEncoder, WordEncoder
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
 
@@ -67,21 +66,22 @@ class Engine:
     ) -> None:
         self.model_config: ModelConfig = model.config
         self.config = config
-        """As asked for, with device and dtype resolved."""
+        """As asked for, with every "auto" resolved."""
         self.model_hash = model_hash
         self.dtype_choice = dtype_choice
         self.device = model.proj_in.weight.device
         self.dtype = model.dtype
         self._text_encoder = text_encoder
-        ops = _compile_blocks(model) if config.compile_blocks else None
-        if ops is None and can_pack(self.device):
-            pack_blocks(model, self.model_config.rows_per_chunk)
+        parts = speed_parts(model, config)
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
             adaln_tables=config.adaln_tables,
             packed_history=config.packed_history,
         )
-        self._core: RolloutCore | None = RolloutCore(model, options, ops=ops, exchange=exchange)
+        self._core: RolloutCore | None = RolloutCore(
+            model, options, ops=parts.ops, block_ops=parts.block_ops, exchange=exchange,
+            is_compiled=parts.is_compiled, runner=parts.runner,
+        )  # fmt: skip
 
     @classmethod
     def from_pretrained(
@@ -355,7 +355,9 @@ class Engine:
         rollout.camera = rollout.camera_before
 
     def close(self) -> None:
-        """Give the weights up. Calling it again does nothing."""
+        """Give graphs and weights up. Calling it again does nothing."""
+        if self._core is not None:
+            self._core.close()
         self._core = None
 
     def _within_memory(self, what: str, work: Callable[[], T]) -> T:
@@ -408,7 +410,8 @@ def _world_size(exchange: Exchange | None) -> int:
 
 
 def _resolved(config: EngineConfig, device: torch.device, choice: DtypeChoice) -> EngineConfig:
-    return dataclasses.replace(config, device=str(device), dtype=choice.dtype)
+    resolved = dataclasses.replace(config, device=str(device), dtype=choice.dtype)
+    return resolve_speed(resolved, device)
 
 
 def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None:
@@ -424,16 +427,3 @@ def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None
     else:
         drawn.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
     parameter.data.copy_(drawn)
-
-
-def _compile_blocks(model: MiniMaxH3Transformer) -> PlacementOps:
-    """Compile the halves of the blocks around attention and the placement of rows.
-
-    The methods of the model's class stay as they are; only its own blocks call compiled forms.
-    """
-    from graphs.compile import compile_module
-
-    for block in model.transformer_blocks:
-        for half in ("project", "finish"):
-            setattr(block, half, compile_module(getattr(block, half)))
-    return PlacementOps(place=compile_module(place), turn=compile_module(turn))

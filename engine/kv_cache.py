@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.attention.placement import Placement, PlacementOps
 from engine.block_ops import PlainRowOps, RowOps, Slot
+from engine.cache_buffers import CacheBuffers
 from engine.config import ModelConfig
 from engine.errors import StateError
 from engine.model.prope import Projective
@@ -229,43 +230,58 @@ class PlainCache(CacheOrder):
         self._cameras.pop()
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class WindowViews:
+    """Windows of every layer up to the end of the open chunk, whose rows are the last."""
+
+    keys_BSNK: tuple[Tensor, ...]
+    values_BSNK: tuple[Tensor, ...]
+    raw_BRNK: tuple[Tensor, ...]
+    """Where a refresh leaves the rotary channels of the chunk's keys before they are rotated."""
+
+
 class PackedCache(CacheOrder):
     """One contiguous buffer a layer with everything placed; a denoise step writes only its chunk.
 
     Values and the PRoPE channels of keys are final once written, because a pose is relative to the
     first frame for life. The rotary channels of keys move one slot per chunk, so they are also kept
-    raw (in a ring, slot = chunk modulo window) and rotated anew once per slide. ``heads`` are those
-    of this rank, where ranks share a rollout; by default all.
+    raw (in a ring, slot = chunk modulo window) and rotated anew once per slide.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         tables: WindowTables,
+        buffers: CacheBuffers,
         *,
-        batch_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
         ops: RowOps | None = None,
-        heads: int | None = None,
     ) -> None:
         super().__init__(config, tables)
         self._ops: RowOps = ops or PlainRowOps()
-        heads, width = heads or config.num_attention_heads, config.attention_head_dim
         self._window_rows = config.window_chunks * self.rows
         self._ring = config.window_chunks
+        self._buffers = buffers
+        self._views: dict[int, WindowViews] = {}
 
-        def buffers(rows: int, channels: int) -> list[Tensor]:
-            # Heads outermost: the rows of one head lie together, as attention reads them.
-            shape = (batch_size, heads, rows, channels)
-            return [
-                torch.empty(shape, device=device, dtype=dtype).transpose(1, 2)
-                for _ in range(self.layer_count)
-            ]
+    @property
+    def views(self) -> WindowViews:
+        """Windows for a pass over the open chunk; the same objects whenever it has this slot.
 
-        self._keys = buffers(tables.prefix_rows + self._window_rows, width)
-        self._values = buffers(tables.prefix_rows + self._window_rows, width)
-        self._raw_keys = buffers(self._window_rows, self.start)
+        Raises: StateError before `begin`.
+        """
+        _ = self.placement
+        if self.slot not in self._views:
+            stop, buffers = self._rows_of(self.slot).stop, self._buffers
+            self._views[self.slot] = WindowViews(
+                keys_BSNK=tuple(keys[:, :stop] for keys in buffers.keys_BSNK),
+                values_BSNK=tuple(values[:, :stop] for values in buffers.values_BSNK),
+                raw_BRNK=tuple(buffers.newest_BSNK),
+            )
+        return self._views[self.slot]
+
+    def kept(self) -> None:
+        """Note that a refresh wrote every layer through `views`."""
+        self._written.update(range(self.layer_count))
 
     def _rows_of(self, slot: int) -> slice:
         begin = self.tables.prefix_rows + slot * self.rows
@@ -275,8 +291,8 @@ class PackedCache(CacheOrder):
         """Room for placed keys and values of the prefix: the front of the buffers."""
         rows = slice(0, self.tables.prefix_rows)
         return Slot(
-            key_BRNK=self._keys[layer][:, rows],
-            value_BRNK=self._values[layer][:, rows],
+            key_BRNK=self._buffers.keys_BSNK[layer][:, rows],
+            value_BRNK=self._buffers.values_BSNK[layer][:, rows],
             raw_BRNK=None,
             placement=placement,
         )
@@ -287,13 +303,8 @@ class PackedCache(CacheOrder):
         self.tables = tables
         self._placement = None
         if new_rows != old_rows:
-            for buffers in (self._keys, self._values):
-                for layer, old_BSNK in enumerate(buffers):
-                    batch_size, _, heads, width = old_BSNK.shape
-                    shape = (batch_size, heads, new_rows + self._window_rows, width)
-                    new_BSNK = old_BSNK.new_empty(shape).transpose(1, 2)
-                    new_BSNK[:, new_rows:] = old_BSNK[:, old_rows:]
-                    buffers[layer] = new_BSNK
+            self._buffers.resize_prefix(new_rows)
+            self._views.clear()
         for slot, chunk_index in enumerate(self._resident()):
             self._rotate(slot, chunk_index)
 
@@ -301,18 +312,18 @@ class PackedCache(CacheOrder):
         self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
     ) -> Window:
         """Place the current chunk in its slot and return views up to its end."""
-        rows, ring = self._rows_of(self.slot), self._ring_rows(self.committed)
-        keys_BSNK, values_BSNK = self._keys[layer], self._values[layer]
+        views, rows = self.views, self._rows_of(self.slot)
+        keys_BSNK, values_BSNK = views.keys_BSNK[layer], views.values_BSNK[layer]
         slot = Slot(
             key_BRNK=keys_BSNK[:, rows],
             value_BRNK=values_BSNK[:, rows],
-            raw_BRNK=self._raw_keys[layer][:, ring] if keep else None,
+            raw_BRNK=views.raw_BRNK[layer] if keep else None,
             placement=self.placement,
         )
         q_BRNK = self._ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
         if keep:
             self._mark(layer)
-        return Window(q_BRNK, keys_BSNK[:, : rows.stop], values_BSNK[:, : rows.stop])
+        return Window(q_BRNK, keys_BSNK, values_BSNK)
 
     def _ring_rows(self, chunk_index: int) -> slice:
         begin = chunk_index % self._ring * self.rows
@@ -321,7 +332,8 @@ class PackedCache(CacheOrder):
     def _rotate(self, slot: int, chunk_index: int) -> None:
         cos_RK, sin_RK = self.slot_tables(slot)
         rows, ring = self._rows_of(slot), self._ring_rows(chunk_index)
-        for keys, raw_keys in zip(self._keys, self._raw_keys, strict=True):
+        buffers = self._buffers
+        for keys, raw_keys in zip(buffers.keys_BSNK, buffers.ring_BSNK, strict=True):
             self._ops.rotate(raw_keys[:, ring], cos_RK, sin_RK, keys[:, rows])
 
     def _resident(self) -> list[int]:
@@ -333,16 +345,18 @@ class PackedCache(CacheOrder):
     def _slide(self) -> None:
         if self.committed <= self.history_limit:
             return  # the window still fills: the committed chunk already sits in its slot
+        buffers = self._buffers
         for slot, chunk_index in enumerate(self.history):
             target, source = self._rows_of(slot), self._rows_of(slot + 1)
-            for layer in range(self.layer_count):
-                keys, values = self._keys[layer], self._values[layer]
+            for keys, values in zip(buffers.keys_BSNK, buffers.values_BSNK, strict=True):
                 keys[:, target, :, self.start :] = keys[:, source, :, self.start :]
                 values[:, target] = values[:, source]
             self._rotate(slot, chunk_index)
 
     def _commit(self, placement: Placement) -> None:
-        pass
+        ring, buffers = self._ring_rows(self.committed), self._buffers
+        for raw_keys, newest in zip(buffers.ring_BSNK, buffers.newest_BSNK, strict=True):
+            raw_keys[:, ring] = newest
 
     def _undo(self) -> None:
         pass

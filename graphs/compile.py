@@ -4,11 +4,16 @@ Owns the names of the modes and their options. Knows no model: callers decide wh
 the eager original, and compare the two.
 """
 
+import os
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
+
+RECOMPILE_LIMIT = 64
+"""Forms of one function in a process. torch allows 8, which two models of three shapes exceed."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -43,8 +48,17 @@ def compile_module(
         raise ValueError(f"mode: {mode!r} is unknown; allowed: {allowed}")
     if mode == CompileMode.EAGER:
         return fn
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     torch_mode = "max-autotune-no-cudagraphs" if mode == CompileMode.TUNED else None
     compiled: Callable[P, R] = torch.compile(
         fn, dynamic=False, fullgraph=full_graph, mode=torch_mode
     )
     return compiled
+
+
+def keep_compiled_code(folder: Path) -> None:
+    """Keep what the compiler makes on disk, so that the next process finds it.
+
+    A folder that the environment names already stays. Call it before anything is compiled.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.record import Machine, append_record, describe_machine
+from engine.config import CompileChoice
 from engine.device import DtypeName
 from engine.errors import ConfigError
 from stream.measure import Measured, Scenario, measure, size_name
@@ -53,22 +54,27 @@ def ablate(control: Measured, names: Sequence[str]) -> list[Ablation]:
     chosen: DtypeName = "bfloat16" if control.dtype == "bfloat16" else "float32"
     other: DtypeName = "float32" if chosen == "bfloat16" else "bfloat16"
     engine = dataclasses.replace(base.engine, dtype=chosen)
+    # Whole passes need all shortcuts, one of which is left out.
+    halves = dataclasses.replace(
+        engine, compile="blocks" if _is_compiled(control) else "off", graphs=False
+    )
     rows = []
     for name in (*names, "control"):
         label, changed = f"{name} off", engine
         if name == "control":
             label = "control, rerun"
         elif name == "compile":
-            label = "eager blocks" if engine.compile_blocks else "compiled blocks"
-            changed = dataclasses.replace(engine, compile_blocks=not engine.compile_blocks)
+            label = "eager blocks" if _is_compiled(control) else "compiled blocks"
+            form: CompileChoice = "off" if _is_compiled(control) else "blocks"
+            changed = dataclasses.replace(engine, compile=form, graphs=False)
         elif name == "dtype":
             label, changed = other, dataclasses.replace(engine, dtype=other)
         elif name == "prefix_cache":
-            changed = dataclasses.replace(engine, prefix_cache=False)
+            changed = dataclasses.replace(halves, prefix_cache=False)
         elif name == "adaln_tables":
-            changed = dataclasses.replace(engine, adaln_tables=False)
+            changed = dataclasses.replace(halves, adaln_tables=False)
         else:
-            changed = dataclasses.replace(engine, packed_history=False)
+            changed = dataclasses.replace(halves, packed_history=False)
         measured = measure(dataclasses.replace(base, engine=changed))
         row_class = "X" if measured.digest == control.digest else "F"
         rows.append(Ablation(name=label, row_class=row_class, measured=measured))
@@ -105,7 +111,7 @@ def as_record(
         "device": str(measured.device),
         "dtype": measured.dtype,
         "dtype_note": measured.dtype_note,
-        "compile_blocks": scenario.engine.compile_blocks,
+        "compile_blocks": _is_compiled(measured),
         "has_frames": measured.has_frames,
         "config_hash": scenario.config_hash(),
         "chunk": dataclasses.asdict(measured.chunk),
@@ -135,9 +141,14 @@ def as_record(
     return line
 
 
+def _is_compiled(measured: Measured) -> bool:
+    asked = measured.scenario.engine.compile
+    return asked in ("blocks", "full") or (asked == "auto" and measured.device.type == "cuda")
+
+
 def _resolved_class(measured: Measured) -> str:
     # On a CPU weights are packed and cameras applied by products: other orders of the same sums.
-    is_eager = measured.device.type != "cpu" and not measured.scenario.engine.compile_blocks
+    is_eager = measured.device.type != "cpu" and not _is_compiled(measured)
     is_plain = is_eager and measured.dtype == "float32"
     return "X" if is_plain else "F"
 
@@ -151,7 +162,7 @@ def _control_spread(measured: Measured, ablations: Sequence[Ablation]) -> float:
 def _table(measured: Measured, machine: Machine) -> Table:
     scenario, memory = measured.scenario, measured.memory
     where = machine.gpu or f"{machine.cpu}, {machine.threads} threads"
-    compiled = ", compiled blocks" if scenario.engine.compile_blocks else ""
+    compiled = ", compiled blocks" if _is_compiled(measured) else ""
     table = Table(
         title=f"{scenario.preset} {size_name(scenario.size)} {measured.dtype}{compiled} on {where}",
         caption=(

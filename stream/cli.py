@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from engine.config import EngineConfig
+from engine.config import BackendName, EngineConfig, KernelChoice, LinearChoice
 from engine.errors import (
     CheckpointError,
     ConfigError,
@@ -133,8 +133,16 @@ class BenchEngine:
     """auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the transformer blocks and the decoder."""
-    compile: bool = False
-    """Compile the blocks."""
+    compile: Literal["auto", "off", "blocks", "full"] = "auto"
+    """Compile the blocks, or the whole pass; auto: the whole pass on CUDA."""
+    graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay passes as CUDA graphs."""
+    attention: BackendName = "auto"
+    """Backend of the attention over the window."""
+    kernels: KernelChoice = "off"
+    """Fused kernels and where they round."""
+    linear: LinearChoice = "bf16"
+    """Products of the blocks."""
     chunks: int = 20
     """Chunks to measure once the window is full; 1000 show whether memory stays flat."""
     ablations: Text = None
@@ -154,7 +162,15 @@ class BenchEngine:
             preset=self.preset,
             weights=self.weights,
             geometry=None if self.geometry is None else parse_geometry(self.geometry),
-            engine=EngineConfig(device=self.device, dtype=self.dtype, compile_blocks=self.compile),
+            engine=EngineConfig(
+                device=self.device,
+                dtype=self.dtype,
+                compile=self.compile,
+                graphs="auto" if self.graphs == "auto" else self.graphs == "on",
+                attention=self.attention,
+                kernels=self.kernels,
+                linear=self.linear,
+            ),
             chunk_count=self.chunks,
         )
         record = None if self.record is None else Path(self.record)

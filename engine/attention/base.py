@@ -8,14 +8,13 @@ Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from engine.config import BackendName
 from engine.errors import ConfigError, UnsupportedError
-
-BackendName = Literal["auto", "sdpa", "products", "math"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ def test_compiled_bf16_is_as_near_to_fp32_as_eager_bf16():
     exact = _roll(EngineConfig(device="cpu", dtype="float32"))
     low = EngineConfig(device="cpu", dtype="bfloat16")
     eager = _roll(low)
-    compiled = _roll(dataclasses.replace(low, compile_blocks=True))
+    compiled = _roll(dataclasses.replace(low, compile="blocks"))
     floor = torch.finfo(torch.bfloat16).eps * exact.abs().max()
     bound = 2 * (eager - exact).abs().max() + floor
     assert (compiled - exact).abs().max() <= bound

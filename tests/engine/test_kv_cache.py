@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from engine.attention.placement import Placement, PlacementOps
+from engine.cache_buffers import BufferShape, allocate
 from engine.errors import StateError
 from engine.kv_cache import PackedCache, PlainCache, Window, WindowTables
 from engine.layout import window_positions
@@ -28,13 +29,9 @@ def _tables(prefix_rows: int) -> WindowTables:
 
 
 def _packed(prefix_rows: int = 3) -> PackedCache:
-    return PackedCache(
-        CONFIG,
-        _tables(prefix_rows),
-        batch_size=1,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    shape = BufferShape(batch_size=1, heads=CONFIG.num_attention_heads, prefix_rows=prefix_rows)
+    buffers = allocate(CONFIG, shape, device=torch.device("cpu"), dtype=torch.float32)
+    return PackedCache(CONFIG, _tables(prefix_rows), buffers)
 
 
 def _both(prefix_rows: int = 3) -> list[PackedCache | PlainCache]:

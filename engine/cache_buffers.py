@@ -1,0 +1,108 @@
+"""Memory of packed windows: its layout, and its way from one rollout to the next.
+
+Owns allocation. Invariant: what a lender gives out belongs to one rollout until that has gone, and
+then to the next one of the same shape, at the same addresses, so that graphs which were captured
+over it serve again.
+Shape suffixes: B batch, S key rows, N heads, K head width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferShape:
+    """What decides the size of a window's memory."""
+
+    batch_size: int
+    heads: int
+    prefix_rows: int
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class CacheBuffers:
+    """Tensors of one rollout, one a layer in each list."""
+
+    shape: BufferShape
+    keys_BSNK: list[Tensor]
+    """Placed keys of prefix and window."""
+    values_BSNK: list[Tensor]
+    ring_BSNK: list[Tensor]
+    """Rotary channels of the window's keys before they are rotated."""
+    newest_BSNK: list[Tensor]
+    """The same of the chunk that is being refreshed: a place that does not move with the ring."""
+
+    def resize_prefix(self, rows: int) -> None:
+        """Move the window behind a prefix of another length; addresses change."""
+        old_rows = self.shape.prefix_rows
+        self.shape = dataclasses.replace(self.shape, prefix_rows=rows)
+        for tensors in (self.keys_BSNK, self.values_BSNK):
+            for layer, old_BSNK in enumerate(tensors):
+                batch_size, old_total, heads, width = old_BSNK.shape
+                size = (batch_size, heads, old_total - old_rows + rows, width)
+                new_BSNK = old_BSNK.new_empty(size).transpose(1, 2)
+                new_BSNK[:, rows:] = old_BSNK[:, old_rows:]
+                tensors[layer] = new_BSNK
+
+
+def allocate(
+    config: ModelConfig, shape: BufferShape, *, device: torch.device, dtype: torch.dtype
+) -> CacheBuffers:
+    """Memory for one rollout; its content is undefined."""
+
+    def lists(rows: int, channels: int) -> list[Tensor]:
+        # Heads outermost: the rows of one head lie together, as attention reads them.
+        size = (shape.batch_size, shape.heads, rows, channels)
+        return [
+            torch.empty(size, device=device, dtype=dtype).transpose(1, 2)
+            for _ in range(config.num_layers)
+        ]
+
+    width, window_rows = config.attention_head_dim, config.window_chunks * config.rows_per_chunk
+    # One row more than is used: a view of the full window is then strided like that of a shorter
+    # one, so that one compiled pass serves all.
+    rows = shape.prefix_rows + window_rows + 1
+    return CacheBuffers(
+        shape=shape,
+        keys_BSNK=lists(rows, width),
+        values_BSNK=lists(rows, width),
+        ring_BSNK=lists(window_rows, config.rotary_dim),
+        newest_BSNK=lists(config.rows_per_chunk, config.rotary_dim),
+    )
+
+
+class BufferLender:
+    """Keeps the memory of the rollout that ended last for the next one.
+
+    Args:
+        config: of the model.
+        device: of the buffers.
+        dtype: of the buffers.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._config, self._device, self._dtype = config, device, dtype
+        self._free: CacheBuffers | None = None
+
+    def take(self, shape: BufferShape) -> CacheBuffers:
+        """Return memory of that shape: what lies ready, else new."""
+        ready, self._free = self._free, None
+        if ready is not None and ready.shape == shape:
+            return ready
+        del ready  # before the new one is made: both may not fit
+        return allocate(self._config, shape, device=self._device, dtype=self._dtype)
+
+    def give(self, buffers: CacheBuffers) -> None:
+        """Take memory back whose rollout has gone."""
+        self._free = buffers
+
+    def clear(self) -> None:
+        """Free what lies ready."""
+        self._free = None

@@ -1,0 +1,120 @@
+"""How fast a model runs: what "auto" means on a device, and what each choice is made of.
+
+Owns the resolution of the speed fields of `EngineConfig`, once, before anything is built; and the
+parts that follow from them. Invariant: a part that is not available is left out with a reason that
+is logged once, never silently; one that was asked for by name raises instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.placement import PlacementOps, eager_ops, place, turn
+from engine.block_ops import BlockOps, PlainBlockOps, Rows
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
+from engine.model.packed_linear import can_pack, pack_blocks
+from graphs.capture import CudaCapture
+from graphs.compile import compile_module, keep_compiled_code
+from graphs.runner import GraphRunner
+
+_log = logging.getLogger(__name__)
+
+CACHE_FOLDER = Path("~/.cache/worldstream")
+"""What may be lost: compiled code, measured choices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedParts:
+    """What `RolloutCore` takes."""
+
+    ops: PlacementOps
+    block_ops: BlockOps | None
+    is_compiled: bool
+    runner: GraphRunner | None
+
+
+def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """Replace "auto" in `compile` and `graphs` by what this device gets.
+
+    Raises: ConfigError for graphs or kernels where there is no CUDA.
+    """
+    is_cuda = device.type == "cuda"
+    for name, is_asked in (("graphs", config.graphs is True), ("kernels", config.kernels != "off")):
+        if is_asked and not is_cuda:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r} on {device}; allowed there: "
+                f"{'False' if name == 'graphs' else repr('off')}"
+            )
+    compiling, graphs = config.compile, config.graphs
+    if compiling == "auto":
+        compiling = "off"
+        if is_cuda and config.has_shortcuts:
+            why = _no_compiler()
+            compiling = "off" if why else "full"
+            if why:
+                _log.warning("compile_left_out device=%s: %s", device, why)
+    if graphs == "auto":
+        graphs = is_cuda and config.has_shortcuts
+    _log.info(
+        "speed_resolved device=%s compile=%s graphs=%s kernels=%s linear=%s",
+        device, compiling, graphs, config.kernels, config.linear,
+    )  # fmt: skip
+    return dataclasses.replace(config, compile=compiling, graphs=graphs)
+
+
+def _no_compiler() -> str | None:
+    """Return why nothing can be compiled for CUDA here, or None."""
+    from torch.utils._triton import has_triton
+
+    return None if has_triton() else "triton is missing or does not know this device"
+
+
+def speed_parts(model: MiniMaxH3Transformer, config: EngineConfig) -> SpeedParts:
+    """Build what a resolved configuration asks for; linears may be replaced in the model."""
+    device = model.proj_in.weight.device
+    block_ops: BlockOps | None = None
+    ops = eager_ops(device)
+    if config.compile != "off":
+        keep_compiled_code(CACHE_FOLDER.expanduser() / "compiled")
+    if config.compile == "off":
+        if can_pack(device):
+            pack_blocks(model, model.config.rows_per_chunk)
+    elif config.compile == "blocks":
+        block_ops = CompiledBlockOps(model)
+        ops = PlacementOps(place=compile_module(place), turn=compile_module(turn))
+    else:
+        ops = PlacementOps()  # a compiler fuses multiply-adds, and takes products as they are
+    return SpeedParts(
+        ops=ops,
+        block_ops=block_ops,
+        is_compiled=config.compile == "full",
+        runner=GraphRunner(CudaCapture(device)) if config.graphs is True else None,
+    )
+
+
+class CompiledBlockOps(PlainBlockOps):
+    """The halves of a block compiled, each once for all blocks."""
+
+    def __init__(self, model: MiniMaxH3Transformer) -> None:
+        super().__init__(model)
+        self._project = compile_module(TransformerBlock.project)
+        self._finish = compile_module(TransformerBlock.finish)
+
+    def project(
+        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normalised q and k, and v."""
+        return self._project(self._model.block(layer), x_BRD, modulation_BM6D)
+
+    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
+        """Take the attention output [B, R, N, K]."""
+        assert isinstance(o, Tensor)
+        return self._finish(self._model.block(layer), x_BRD, o, modulation_BM6D)
