@@ -107,7 +107,6 @@ class Media:
         self._queue_limit = settings.queue_chunks * settings.frames_per_chunk
         self._wake = asyncio.Event()
         self._epoch = 0
-        self._shown_epoch: int | None = None
         self._last: _Waiting | None = None
         self._last_s = 0.0
         self._announcer = Announcer(settings.frames_per_chunk)
@@ -351,16 +350,16 @@ class Media:
                         width_px=self._size_px[0],
                         height_px=self._size_px[1],
                         is_repeated=is_repeated,
-                        is_discontinuity=meta.epoch != self._shown_epoch,
+                        is_discontinuity=meta.epoch != viewer.feed.epoch,
                     )
                 )
+                if is_sent:
+                    viewer.feed.epoch = meta.epoch
             elif want is not None and (made is None or made.picture is not None):
                 # What the stream went on with and this viewer lacks is a gap.
                 self._counts.missed += not viewer.gate.is_waiting
                 viewer.gate.miss()
             self._note_delivery(viewer, made, is_sent=is_sent, is_repeated=is_repeated)
-        if not is_stale:
-            self._shown_epoch = meta.epoch
 
     def _note_cost(self, wants: dict[Stream, Want], pictures: dict[Stream, TimedPicture]) -> None:
         self._encode_ms.append(sum(timed.encode_ms for timed in pictures.values()))

@@ -89,7 +89,7 @@ class Link:
 
 @dataclass(slots=True)
 class Feed:
-    """A viewer as rate control sees it."""
+    """A viewer as media sees it, whichever way it gets its frames."""
 
     role: Role
     link: Link = field(default_factory=Link)
@@ -99,6 +99,8 @@ class Feed:
     clean_since_s: float | None = None
     return_s: float = CLEAN_S
     """How long the link has to be clean before the whole bit rate is tried again."""
+    epoch: int | None = None
+    """Of the newest picture that went to it."""
 
 
 class RateControl:

@@ -69,7 +69,7 @@ class EncodedFrame:
     is_repeated: bool = False
     """The frame was sent before; nothing newer exists."""
     is_discontinuity: bool = False
-    """First frame of its epoch."""
+    """First frame of its epoch that this viewer gets."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,30 @@ def test_slow_generator_stretches_playback():
     assert timeline.period_s == pytest.approx(0.05)
 
 
+def test_generator_at_70_percent_neither_freezes_playback_nor_piles_up():
+    """Chunks come in bursts, each 1 / 0.7 of its own duration after the one before."""
+    timeline, now_s, cost_s = pacing.new_timeline(FPS), 0.0, 17 * PERIOD_S / 0.7
+    arrivals_s = [(chunk + 1) * cost_s for chunk in range(12) for _ in range(17)]
+    sent_s = []
+    for index, arrival_s in enumerate(arrivals_s):
+        now_s = max(now_s, arrival_s)
+        if index % 17 == 0:
+            timeline = pacing.with_chunk_cost(timeline, cost_s, 17)
+        decision = pacing.decide(timeline, now_s)
+        if index % 17 == 0:
+            timeline = pacing.with_chunk_begin(timeline, decision.due_s - arrival_s, 17)
+        now_s += decision.wait_s
+        timeline = pacing.with_sent(timeline, decision, now_s)
+        sent_s.append(now_s)
+    gaps_s = [later - earlier for earlier, later in itertools.pairwise(sent_s)]
+    backlogs = [
+        sum(arrival_s <= at_s for arrival_s in arrivals_s) - index
+        for index, at_s in enumerate(sent_s)
+    ]
+    assert max(gaps_s) <= 2.5 * PERIOD_S
+    assert max(backlogs) <= 17
+
+
 def test_newest_chunk_weighs_three_tenths():
     timeline = pacing.with_chunk_cost(pacing.new_timeline(FPS), 17 * 0.05, 17)
     timeline = pacing.with_chunk_cost(timeline, 17 * 0.06, 17)
