@@ -366,9 +366,9 @@ def train_distil(
             size = recipe.batch
             firsts = range(0, recipe.rollouts - size + 1, size)
             for first in firsts:
-                part = made.take(slice(first, first + size))
+                batch = made.take(slice(first, first + size))
                 chosen = dice.sample(starts, min(recipe.replays, len(starts)))
-                buffer += [part.cut(start, chunks, config.window_chunks) for start in chosen]
+                buffer += [batch.cut(start, chunks, config.window_chunks) for start in chosen]
             dice.shuffle(buffer)
             rollout_s += time.monotonic() - before_s
         rollouts = buffer.pop()
