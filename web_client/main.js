@@ -195,6 +195,7 @@ overlay.button.addEventListener("click", () => {
   element("stage").focus();
 });
 
+element("sticks").hidden = element("keys").hidden = isViewer;
 video.forced = controls.transport(query.get("transport"));
 controls.onForce = (choice) => video.force(choice);
 controls.load();
