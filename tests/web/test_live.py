@@ -222,7 +222,7 @@ def test_prompt_seed_and_pause_survive_a_reload(page: Page, service: Service) ->
 
 
 def test_closing_server_is_said(page: Page) -> None:
-    with running(grace_s=0.5) as service:
+    with running() as service:
         see(page, service, "?transport=jpeg")
         service.stop()
         wait_for_words(page, "The server is closing")

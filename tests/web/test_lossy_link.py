@@ -15,7 +15,7 @@ from stream.world_source import LoadedWorlds
 from tests import tolerances
 from tests.stream.live_service import Service, running
 from tests.stream.rtc_browser import Dropper
-from tests.web.test_live import open_sessions, play, until
+from tests.web.live_page import open_sessions, play, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -30,7 +30,7 @@ GAP_PACKETS = 200
 @pytest.fixture
 def service() -> Iterator[Service]:
     """A service with true pictures: painted ones are too small to be several packets."""
-    with running(open_source=LoadedWorlds, grace_s=0.5) as service:
+    with running(open_source=LoadedWorlds) as service:
         yield service
 
 

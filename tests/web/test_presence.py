@@ -112,10 +112,13 @@ def test_place_of_a_closed_page_goes_to_the_next_visitor(
     other.wait_for_selector("body[data-state=READY]", timeout=PICTURE_LIMIT_MS)
 
 
-def test_late_viewer_sees_a_picture_at_once(page: Page, other: Page, service: Service) -> None:
+@pytest.mark.parametrize("transport", ["webrtc", "webcodecs"])
+def test_late_viewer_sees_a_picture_at_once(
+    page: Page, other: Page, service: Service, transport: str
+) -> None:
     play(page, service, "?transport=webrtc")
     (session,) = open_sessions(service)
     other.add_init_script(TIMES)
-    other.goto(f"{service.base}/?watch={session.id}&transport=webrtc")
+    other.goto(f"{service.base}/?watch={session.id}&transport={transport}")
     until(lambda: other.evaluate("window.pictureMs"))
     assert other.evaluate("window.pictureMs - window.offeredMs") < LATE_VIEWER_MS

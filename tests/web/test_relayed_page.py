@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 
 from tests.stream.live_service import running
 from tests.stream.turn_relay import needs_coturn, turn_relay
-from tests.web.test_live import open_sessions, play
+from tests.web.live_page import open_sessions, play
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.cpu, needs_coturn]
 def test_video_comes_through_a_relay_over_tcp(page: Page, tmp_path: Path) -> None:
     with (
         turn_relay(tmp_path) as relay,
-        running(ice_server=relay.url, turn_secret=relay.secret, grace_s=0.5) as service,
+        running(ice_server=relay.url, turn_secret=relay.secret) as service,
     ):
         play(page, service, "?transport=relay")
         assert page.get_attribute("body", "data-rung") == "relay"
