@@ -1,4 +1,4 @@
-"""Records of measurements: spreads, the machine they come from, JSON lines.
+"""Records of measurements: spreads, the machine they come from, picture sizes, JSON lines.
 
 Owns the fields that every record has. Invariants: a file of records is only appended to; a figure
 stands beside its unit, its count and what was dropped.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from engine.config import Geometry
+from engine.errors import ConfigError
 
 _MIB = 2**20
 
@@ -69,8 +73,8 @@ class Machine:
     time_utc: str
 
 
-def describe_machine(device: torch.device) -> Machine:
-    """Look at this machine."""
+def describe_machine(device: torch.device, *, commit: str | None = None) -> Machine:
+    """Look at this machine; ``commit`` is told where the files are no checkout."""
     is_cuda = device.type == "cuda"
     return Machine(
         cpu=_cpu_model(),
@@ -81,10 +85,26 @@ def describe_machine(device: torch.device) -> Machine:
         cuda=torch.version.cuda if is_cuda else None,
         torch=torch.__version__,
         python=platform.python_version(),
-        commit=_commit(),
+        commit=commit or _commit(),
         load_1min=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         time_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def parse_geometry(text: str) -> Geometry:
+    """Read WIDTHxHEIGHT.
+
+    Raises: ConfigError.
+    """
+    match = re.fullmatch(r"(\d{2,4})x(\d{2,4})", text)
+    if match is None:
+        raise ConfigError(f"geometry: {text!r}; allowed: WIDTHxHEIGHT, multiples of 32")
+    return Geometry(width_px=int(match[1]), height_px=int(match[2]))
+
+
+def size_name(size: Geometry) -> str:
+    """WIDTHxHEIGHT."""
+    return f"{size.width_px}x{size.height_px}"
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

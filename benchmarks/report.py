@@ -1,8 +1,8 @@
 """The measured sections of both READMEs, made from records: ``python -m benchmarks.report``.
 
-Owns which figures stand there and how they are rounded. Invariants: every number comes from
-`benchmarks/live.jsonl`, `benchmarks/engine.jsonl` or `miniworld/figures.json`; what has no record
-has no row; a test holds README.md and the model card against what this makes.
+Owns which figures stand there and how they are rounded; `ladder_report` has those of the ladder.
+Invariants: every number comes from a file of records in `benchmarks/` or `miniworld/figures.json`;
+what has no record has no row; a test holds README.md and the model card against what this makes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ladder_report import RECORDS as LADDER_RECORDS
+from benchmarks.ladder_report import draw_pictures, ladder_section
 from miniworld.evaluation.figures import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,9 +68,15 @@ def section(
     speed_records: Path = SPEED_RECORDS,
     quality_record: Path = QUALITY_RECORD,
     live_records: Path = LIVE_RECORDS,
+    ladder_records: Path = LADDER_RECORDS,
 ) -> str:
     """Return the section, markers left out."""
-    parts = [_live(live_records), _speed(speed_records), _quality(quality_record)]
+    parts = [
+        _live(live_records),
+        _speed(speed_records),
+        ladder_section(ladder_records),
+        _quality(quality_record),
+    ]
     return "\n\n".join(part for part in parts if part) or "No records yet."
 
 
@@ -237,7 +245,8 @@ def _rounded(figure: Figure) -> str:
 
 
 def main() -> None:
-    """Write the sections into README.md and the model card."""
+    """Draw the pictures of ladders; write the sections into README.md and the model card."""
+    draw_pictures()
     for path, body in ((README, section()), (MODEL_CARD, card_section())):
         text = path.read_text(encoding="utf-8")
         path.write_text(filled(text, body), encoding="utf-8")

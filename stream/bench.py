@@ -16,11 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.record import Machine, append_record, describe_machine
+from benchmarks.record import Machine, append_record, describe_machine, size_name
 from engine.config import CompileChoice
 from engine.device import DtypeName
 from engine.errors import ConfigError
-from stream.measure import Measured, Scenario, measure, size_name
+from stream.measure import Measured, Scenario, measure
 
 ABLATIONS = ("prefix_cache", "adaln_tables", "packed_history", "compile", "dtype")
 """What can be changed, one at a time: shortcuts left out, eager or compiled, the other dtype."""

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from engine.config import BackendName, EngineConfig, KernelChoice, LinearChoice
+from engine.config import BackendName, EngineConfig, KernelChoice, LinearChoice, preset
 from engine.errors import (
     CheckpointError,
     ConfigError,
@@ -125,8 +125,8 @@ class BenchEngine:
 
     preset: Literal["mini", "h3_33b", "tiny"] = "mini"
     """Which model."""
-    weights: str = "shipped"
-    """shipped, random, or a folder."""
+    weights: str = "auto"
+    """shipped, random, or a folder; auto: shipped where they are, else random."""
     geometry: Text = None
     """Picture size, such as 320x192; by default the preset's own."""
     device: str = "auto"
@@ -148,19 +148,33 @@ class BenchEngine:
     ablations: Text = None
     """Measure again with one thing changed at a time: all, or some of prefix_cache, adaln_tables,
     packed_history, compile, dtype with commas between them."""
+    ladder: bool = False
+    """Transformer alone, from the plain path up, one change more a row, each with its error."""
+    rows: Text = None
+    """With --ladder: names of rows with commas between them; by default all."""
+    plot: File = None
+    """With --ladder: PNG to write."""
     record: File = None
-    """File to append the JSON line to, such as benchmarks/engine.jsonl."""
+    """File to append the JSON line to, such as benchmarks/engine.jsonl; with --ladder one line a
+    row, such as benchmarks/ladder.jsonl."""
     verbose: bool = False
     """Log to stderr: as text in a terminal, else as JSON lines."""
 
     def run(self) -> int:
         """Measure and print the record."""
+        if self.ladder:
+            return self._climb()
+        for name in ("rows", "plot"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name}: {getattr(self, name)}; allowed with ladder")
+        from benchmarks.record import parse_geometry
         from stream.bench import bench_engine, parse_ablations
-        from stream.measure import Scenario, parse_geometry
+        from stream.measure import Scenario
 
+        ships = preset(self.preset).weights is not None or self.preset == "tiny"
         scenario = Scenario(
             preset=self.preset,
-            weights=self.weights,
+            weights=("shipped" if ships else "random") if self.weights == "auto" else self.weights,
             geometry=None if self.geometry is None else parse_geometry(self.geometry),
             engine=EngineConfig(
                 device=self.device,
@@ -176,6 +190,30 @@ class BenchEngine:
         record = None if self.record is None else Path(self.record)
         ablations = () if self.ablations is None else parse_ablations(self.ablations)
         print(bench_engine(scenario, ablations=ablations, record=record), flush=True)
+        return EXIT_OK
+
+    def _climb(self) -> int:
+        """Run the ladder, which chooses for itself how each row runs."""
+        for name in ("compile", "graphs", "attention", "kernels", "linear", "ablations"):
+            default = next(field.default for field in fields(self) if field.name == name)
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name}: {getattr(self, name)}; allowed without ladder")
+        from benchmarks.climb import ROW_NAMES, LadderScenario
+        from benchmarks.ladder import alone, run_ladder
+        from benchmarks.record import parse_geometry
+
+        scenario = LadderScenario(
+            preset=self.preset,
+            weights=self.weights,
+            geometry=None if self.geometry is None else parse_geometry(self.geometry),
+            device=self.device,
+            dtype=self.dtype,
+            chunk_count=self.chunks,
+            rows=ROW_NAMES if self.rows is None else tuple(self.rows.split(",")),
+        )
+        record = None if self.record is None else Path(self.record)
+        plot = None if self.plot is None else Path(self.plot)
+        print(run_ladder(alone(scenario), plot=plot, record=record), flush=True)
         return EXIT_OK
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.peak import denoise_flops, product_rate
-from benchmarks.record import Spread, peak_resident_mib, resident_mib
+from benchmarks.record import Spread, peak_resident_mib, resident_mib, size_name
 from engine.config import PRESET_NAMES, EngineConfig, Geometry, preset
 from engine.device import resolve_device
 from engine.errors import ConfigError
@@ -156,22 +155,6 @@ class _Sample:
     chunk_ms: float
     cpu_ms: float
     first_ms: float
-
-
-def parse_geometry(text: str) -> Geometry:
-    """Read WIDTHxHEIGHT.
-
-    Raises: ConfigError.
-    """
-    match = re.fullmatch(r"(\d{2,4})x(\d{2,4})", text)
-    if match is None:
-        raise ConfigError(f"geometry: {text!r}; allowed: WIDTHxHEIGHT, multiples of 32")
-    return Geometry(width_px=int(match[1]), height_px=int(match[2]))
-
-
-def size_name(size: Geometry) -> str:
-    """WIDTHxHEIGHT."""
-    return f"{size.width_px}x{size.height_px}"
 
 
 def measure(scenario: Scenario) -> Measured:

@@ -68,7 +68,7 @@ def test_live_shows_the_last_record_of_a_transport_and_marks_misses(tmp_path: Pa
     records = tmp_path / "live.jsonl"
     records.write_text(_live(seconds=999) + _live())
     missing = tmp_path / "missing"
-    text = report.section(missing, missing, records)
+    text = report.section(missing, missing, records, missing)
     assert "999" not in text
     assert "**24.0** (23.6) | **750** / 1240 (missed: at most 1200) ms | +4 ms" in text
     assert "0.31 / 0.92 s | 0.021 cores | abc1234" in text
@@ -84,7 +84,7 @@ def test_speed_shows_the_last_record_of_each_way_of_running(tmp_path: Path) -> N
     records = tmp_path / "engine.jsonl"
     lines = [_speed(frames_per_second=1.0), _speed(compile_blocks=True), _speed()]
     records.write_text("".join(lines))
-    text = report.section(records, tmp_path / "missing.json", tmp_path / "missing.json")
+    text = report.section(records, *[tmp_path / "missing.json"] * 3)
     assert text.count("**34.6**") == 2
     assert "**1.0**" not in text
     assert "480 / 492 / 502 (40) | 902 MiB | abc1234" in text
@@ -92,7 +92,7 @@ def test_speed_shows_the_last_record_of_each_way_of_running(tmp_path: Path) -> N
 
 def test_quality_marks_what_is_missed_and_counts_all_targets(tmp_path: Path) -> None:
     missing = tmp_path / "missing.jsonl"
-    text = report.section(missing, _quality(tmp_path / "figures.json"), missing)
+    text = report.section(missing, _quality(tmp_path / "figures.json"), missing, missing)
     assert "| >= 28.5 | 27.91 dB (missed) | 64 |" in text
     assert "| <= 0.6 | 0.123 deg | 64 |" in text
     assert "2 of 4 targets are met" in text
@@ -101,7 +101,7 @@ def test_quality_marks_what_is_missed_and_counts_all_targets(tmp_path: Path) -> 
 
 def test_without_records_there_is_no_figure(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
-    text = report.section(missing, missing, missing)
+    text = report.section(missing, missing, missing, missing)
     assert not any(character.isdigit() for character in text)
 
 

@@ -45,6 +45,18 @@ def test_ablations_tell_changed_bits_from_equal_ones(capsys: pytest.CaptureFixtu
     assert classes["bfloat16"] == "F"
 
 
+def test_the_ladder_prints_the_line_that_it_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, plot = tmp_path / "ladder.jsonl", tmp_path / "ladder.png"
+    command = ["bench", "engine", "--ladder", "--preset", "tiny", "--dtype", "float32"]
+    command += ["--device", "cpu", "--chunks", "1", "--rows", "eager"]
+    assert main([*command, "--record", str(path), "--plot", str(plot)]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [json.loads(kept) for kept in path.read_text().splitlines()] == line["rows"]
+    assert plot.exists()
+
+
 def test_spread_names_its_percentiles() -> None:
     spread = Spread.of([float(value) for value in range(101)], unit="ms", dropped_count=3)
     assert (spread.p20, spread.p50, spread.p80, spread.n) == (20.0, 50.0, 80.0, 101)
@@ -56,14 +68,26 @@ def test_spread_names_its_percentiles() -> None:
         (["--geometry", "300x200"], "geometry.height_px is 200"),
         (["--geometry", "wide"], "geometry: 'wide'"),
         (["--geometry", "320x192"], "allowed with --weights random"),
+        (["--plot", "ladder.png"], "plot: ladder.png; allowed with ladder"),
+        (["--rows", "eager"], "rows: eager; allowed with ladder"),
+        (["--ladder", "--compile", "full"], "compile: full; allowed without ladder"),
+        (["--ladder", "--ablations", "all"], "ablations: all; allowed without ladder"),
+        (["--ladder", "--rows", "magic"], "rows: 'magic'; allowed: eager"),
+        (["--ladder", "--weights", "folder"], "weights: 'folder'; allowed: auto, shipped"),
         (["--chunks", "0"], "chunks: 0"),
         (["--ablations", "magic"], "ablations: 'magic'"),
-        (["--preset", "h3_33b"], "no weights ship with h3_33b"),
+        (["--preset", "h3_33b", "--weights", "shipped"], "no weights ship with h3_33b"),
     ],
     ids=[
         "not-a-multiple",
         "not-a-size",
         "shipped-at-another-size",
+        "plot-without-ladder",
+        "rows-without-ladder",
+        "ladder-compile",
+        "ladder-ablations",
+        "ladder-unknown-row",
+        "ladder-folder",
         "no-chunk",
         "unknown-ablation",
         "no-weights",

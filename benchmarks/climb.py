@@ -1,0 +1,381 @@
+"""Rows of the ladder of the engine: one change each, on the same weights, in one process.
+
+Owns the rows, how each is run, and its error against the first. Invariants: every row makes the
+weights anew from one seed, so that no row sees what another did to them and one copy is there at a
+time; same noise, same controls; a row counts once its window is full and has slid; the refresh is
+part of a chunk.
+Classes: X the bits of the first row, F other rounding, A approximate. X and F are found by
+comparing latents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.floor import Floor, measure_floor
+from benchmarks.peak import fp8_product_rate, product_rate
+from benchmarks.record import (
+    Machine,
+    Spread,
+    describe_machine,
+    peak_resident_mib,
+    size_name,
+)
+from engine.clock import new_clock
+from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, preset
+from engine.device import DtypeName, choose_dtype, resolve_device, torch_dtype
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.parallel import Exchange
+from engine.prefix import anchor_shape
+from engine.rollout import Rollout
+from engine.types import FRAMES_PER_CHUNK, Action, Control, LatentChunk
+
+SEED = 0
+PROMPT = "a meadow by day"
+CHUNK_LIMIT = 10_000
+ERROR_CHUNKS = (1, 6)
+"""Chunks after which the error against the first row is taken."""
+_EXTRA_DROPPED = 3
+_GIB = 2**30
+_KEYS: tuple[tuple[Control, ...], ...] = (
+    (Control.FORWARD,),
+    (Control.FORWARD, Control.LOOK_RIGHT),
+    (Control.LOOK_RIGHT,),
+    (Control.RIGHT, Control.LOOK_LEFT),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One change on top of the rows before it."""
+
+    name: str
+    title: str
+    changes: dict[str, Any]
+    """Fields of `EngineConfig`."""
+    is_approximate: bool = False
+
+
+PLAIN: dict[str, Any] = {
+    "prefix_cache": False, "adaln_tables": False, "packed_history": False, "compile": "off",
+    "graphs": False, "attention": "sdpa", "kernels": "off", "linear": "bf16",
+}  # fmt: skip
+ROWS = (
+    Row(name="eager", title="eager, prefix recomputed", changes={}),
+    Row(
+        name="prefix",
+        title="prefix and modulation once",
+        changes={"prefix_cache": True, "adaln_tables": True},
+    ),
+    Row(name="blocks", title="blocks compiled", changes={"compile": "blocks"}),
+    Row(name="attention", title="attention backend measured", changes={"attention": "auto"}),
+    Row(name="packed", title="packed history", changes={"packed_history": True}),
+    Row(name="full", title="whole pass compiled", changes={"compile": "full"}),
+    Row(name="graphs", title="CUDA graphs", changes={"graphs": True}),
+    Row(name="kernels", title="fused kernels", changes={"kernels": "fast"}),
+    Row(
+        name="fp8_linear",
+        title="FP8 linears",
+        changes={"linear": "fp8_rowwise"},
+        is_approximate=True,
+    ),
+)
+ROW_NAMES = tuple(row.name for row in ROWS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LadderScenario:
+    """What is climbed. Raises ConfigError for what cannot be."""
+
+    preset: str = "h3_33b"
+    weights: str = "auto"
+    """shipped or random; auto: those that ship, else random."""
+    geometry: Geometry | None = None
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    chunk_count: int = 10
+    """Chunks of a row that count."""
+    rows: tuple[str, ...] = ROW_NAMES
+    """Names of `ROWS`; the first row is always climbed, because errors are against it."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESET_NAMES:
+            raise ConfigError(f"preset: {self.preset!r}; allowed: {', '.join(PRESET_NAMES)}")
+        if not 1 <= self.chunk_count <= CHUNK_LIMIT:
+            raise ConfigError(f"chunks: {self.chunk_count}; allowed: 1 to {CHUNK_LIMIT}")
+        for name in self.rows:
+            if name not in ROW_NAMES:
+                raise ConfigError(f"rows: {name!r}; allowed: {', '.join(ROW_NAMES)}")
+        if self.weights not in ("auto", "shipped", "random"):
+            raise ConfigError(f"weights: {self.weights!r}; allowed: auto, shipped, random")
+        if self.weights == "shipped" and not self._ships:
+            raise ConfigError(
+                f"weights: none ship with {self.preset} at {size_name(self.model.geometry)}; "
+                "allowed: random"
+            )
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model at the picture size asked for."""
+        return preset(self.preset, self.geometry).model
+
+    @property
+    def _ships(self) -> bool:
+        found = preset(self.preset)
+        return found.weights is not None and self.geometry in (None, found.model.geometry)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the weights are."""
+        return self.weights == "random" or not self._ships
+
+    def load(self, config: EngineConfig, exchange: Exchange) -> Engine:
+        """Make or read the weights; the same ones each time."""
+        found = preset(self.preset, self.geometry)
+        if not self.is_random:
+            return Engine.from_pretrained(self.preset, config, exchange=exchange)
+        return Engine.from_random(
+            found.model, config, seed=SEED, geometries=found.geometries, exchange=exchange
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launches:
+    """What one chunk makes the device do."""
+
+    kernels: int
+    """That ran, those inside graphs included."""
+    calls: int
+    """Launches by the host: of kernels and of graphs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Climbed:
+    """Outcome of one row."""
+
+    row: Row
+    config: EngineConfig
+    row_class: str
+    chunk: Spread
+    denoise: Spread
+    refresh: Spread
+    errors: dict[int, float]
+    """rel-L2 of the latents against the first row, by chunks made."""
+    peak_gib: float
+    launches: Launches | None
+    load_s: float
+    warm_up_s: float
+    """From the weights to the first chunk that counts: compilation, capture, a full window."""
+
+    @property
+    def dit_fps(self) -> float:
+        """Frames a second of transformer alone, refresh included, at the median chunk."""
+        return FRAMES_PER_CHUNK / self.chunk.p50 * 1e3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A row that cannot be run here."""
+
+    row: Row
+    reason: str
+
+
+Step = Climbed | Refused
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grounds:
+    """What all rows stand on."""
+
+    machine: Machine
+    dtype: DtypeName
+    world_size: int
+    product_flops: float
+    """Operations a second of large products in the dtype of the blocks, one device."""
+    fp8_product_flops: float | None
+    floor: Floor
+
+    @property
+    def gpu_count(self) -> int:
+        """Devices that share a rollout."""
+        return self.world_size if self.machine.gpu else 0
+
+
+def measure_grounds(
+    scenario: LadderScenario, exchange: Exchange, *, commit: str | None = None
+) -> Grounds:
+    """Measure what this machine reaches at best. Every rank calls this.
+
+    Raises: ConfigError, DeviceError.
+    """
+    device = resolve_device(scenario.device)
+    dtype = scenario.dtype
+    if dtype == "auto":
+        if exchange.world_size > 1 and device.type == "cpu":
+            raise ConfigError("dtype: auto; allowed for ranks on a CPU: float32, bfloat16")
+        dtype = choose_dtype(scenario.model, device).dtype
+    blocks = torch_dtype(dtype)
+    return Grounds(
+        machine=describe_machine(device, commit=commit),
+        dtype=dtype,
+        world_size=exchange.world_size,
+        product_flops=product_rate(device, blocks),
+        fp8_product_flops=fp8_product_rate(device),
+        floor=measure_floor(scenario.model, device, blocks, world_size=exchange.world_size),
+    )
+
+
+def climb(scenario: LadderScenario, grounds: Grounds, exchange: Exchange) -> Iterator[Step]:
+    """Run row after row. Every rank runs all of them.
+
+    Raises: CheckpointError, ConfigError, DeviceError from the first row; later ones are refused
+        with their reason instead, and what they change is left out of those after them.
+    """
+    device = resolve_device(scenario.device)
+    base = EngineConfig(device=str(device), dtype=grounds.dtype, **PLAIN)
+    if device.type == "cuda":
+        # torch's own choice differs from release to release; published ladders begin with flash.
+        base = dataclasses.replace(base, attention="flash")
+    reference: dict[int, Tensor] = {}
+    last: Climbed | None = None
+    for row in ROWS:
+        if row.name not in scenario.rows and row is not ROWS[0]:
+            continue
+        _release(device)
+        try:
+            config = dataclasses.replace(base, **row.changes)
+            step = _climb_row(scenario, row, config, exchange, reference)
+        # A row may fail in a compiler, a driver or for want of memory; the others still count.
+        except Exception as error:
+            if row is ROWS[0]:
+                raise
+            yield Refused(row=row, reason=" ".join(f"{error}".split())[:300])
+        else:
+            if row.is_approximate and last is not None and step.errors == last.errors:
+                yield Refused(row=row, reason="made what the row before made: it was not in use")
+                continue
+            base, last = config, step
+            yield step
+
+
+def _climb_row(
+    scenario: LadderScenario,
+    row: Row,
+    config: EngineConfig,
+    exchange: Exchange,
+    reference: dict[int, Tensor],
+) -> Climbed:
+    """Run one row; the first one fills ``reference``."""
+    begin_s = time.perf_counter()
+    engine = scenario.load(config, exchange)
+    device = engine.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    load_s = time.perf_counter() - begin_s
+    try:
+        chunks = _chunks(engine)
+        made = {}
+        dropped_count = scenario.model.window_chunks + _EXTRA_DROPPED
+        for index in range(1, dropped_count + 1):
+            latents_BCTHW = next(chunks).latents_BCTHW
+            if index in ERROR_CHUNKS:
+                made[index] = latents_BCTHW.cpu()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        warm_up_s = time.perf_counter() - begin_s - load_s
+        clock = new_clock(device)
+        timings = []
+        clock.mark("0")
+        for index in range(1, scenario.chunk_count + 1):
+            timings.append(next(chunks).timings)
+            clock.mark(f"{index}")
+        chunk_ms = [
+            clock.between_ms(f"{index}", f"{index + 1}") for index in range(scenario.chunk_count)
+        ]
+        launches = _launches(lambda: next(chunks)) if device.type == "cuda" else None
+        peak_gib = peak_resident_mib() * 2**20 / _GIB
+        if device.type == "cuda":
+            peak_gib = torch.cuda.max_memory_allocated(device) / _GIB
+        resolved = engine.config
+    finally:
+        engine.close()
+    if not reference:
+        reference.update(made)
+
+    def spread(values: list[float]) -> Spread:
+        return Spread.of(values, unit="ms", dropped_count=dropped_count)
+
+    errors = {count: relative_error(made[count], reference[count]) for count in ERROR_CHUNKS}
+    is_exact = not any(errors.values())
+    return Climbed(
+        row=row,
+        config=resolved,
+        row_class="X" if is_exact else "A" if row.is_approximate else "F",
+        chunk=spread(chunk_ms),
+        denoise=spread([sum(each.denoise_ms) for each in timings]),
+        refresh=spread([each.refresh_ms for each in timings]),
+        errors=errors,
+        peak_gib=peak_gib,
+        launches=launches,
+        load_s=load_s,
+        warm_up_s=warm_up_s,
+    )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """rel-L2: |found - expected| / |expected|; 0 for equal bits alone, infinite where not finite.
+
+    The difference is taken in float64, so that a single differing bit does not vanish.
+    """
+    if torch.equal(found, expected):
+        return 0.0
+    error = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return error if error == error else float("inf")
+
+
+def _chunks(engine: Engine) -> Iterator[LatentChunk]:
+    """Walk for ever from a picture of noise."""
+    generator = torch.Generator().manual_seed(SEED)
+    anchor_BCTHW = torch.randn(anchor_shape(engine.model_config), generator=generator)
+    rollout: Rollout = engine.new_rollout(PROMPT, anchor_BCTHW=anchor_BCTHW, seed=SEED)
+    while True:
+        keys = _KEYS[rollout.chunk_index % len(_KEYS)]
+        yield engine.step(rollout, Action.from_keys([keys] * FRAMES_PER_CHUNK))
+
+
+def _launches(step: Callable[[], object]) -> Launches:
+    """Count what one chunk launches, by torch's profiler."""
+    from torch._C._autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    events = profiler.events() or []
+    calls = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+    return Launches(
+        kernels=sum(
+            event.device_type == DeviceType.CUDA and not event.name.startswith(("Mem", "## "))
+            for event in events
+        ),
+        calls=sum(event.name.startswith(calls) for event in events),
+    )
+
+
+def _release(device: torch.device) -> None:
+    """Give memory and compiled code of the row before back."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    torch.compiler.reset()

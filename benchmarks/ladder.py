@@ -1,0 +1,158 @@
+"""The ladder of the engine: what each way of running it takes, and what it costs in exactness.
+
+    python -m benchmarks.ladder --preset h3_33b --geometry 832x480 --plot ladder.png
+    torchrun --nproc-per-node 2 -m benchmarks.ladder --preset h3_33b --geometry 1344x768
+
+`worldstream bench engine --ladder` is the same. Owns the command and the ranks that torchrun
+starts; needs torch, triton, numpy, einops, safetensors and pillow alone. Rows go to stderr as they
+are done, the last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.climb import ROW_NAMES, Climbed, LadderScenario, Step, climb, measure_grounds
+from benchmarks.ladder_output import as_json, as_record, bars, captions, head, row_line
+from benchmarks.plot import save_waterfall
+from benchmarks.record import append_record, parse_geometry
+from engine.config import PRESET_NAMES
+from engine.device import resolve_device
+from engine.errors import ConfigError, WorldStreamError
+from engine.parallel import Alone, Exchange, Ulysses
+
+EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
+_RANK_TIMEOUT = timedelta(minutes=20)
+"""Ranks compile each for themselves, and wait for the last one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The processes that share a rollout."""
+
+    scenario: LadderScenario
+    """On this rank's device."""
+    exchange: Exchange
+    is_first: bool
+    """Whether this rank tells and keeps what comes out."""
+
+
+def alone(scenario: LadderScenario) -> Ranks:
+    """This process and no other."""
+    return Ranks(scenario=scenario, exchange=Alone(), is_first=True)
+
+
+def run_ladder(
+    ranks: Ranks, *, plot: Path | None, record: Path | None, commit: str | None = None
+) -> str:
+    """Climb, tell and keep each row as it is done; return the JSON line of all.
+
+    Args:
+        ranks: the scenario, and who climbs.
+        plot: PNG to write.
+        record: file to append one JSON line a row to.
+        commit: see `describe_machine`.
+
+    Raises: CheckpointError, ConfigError, DeviceError.
+    """
+    scenario, steps = ranks.scenario, list[Step]()
+    grounds = measure_grounds(scenario, ranks.exchange, commit=commit)
+    if ranks.is_first:
+        print(head(scenario, grounds), file=sys.stderr, flush=True)
+    for step in climb(scenario, grounds, ranks.exchange):
+        steps.append(step)
+        if ranks.is_first:
+            print(row_line(scenario, grounds, step), file=sys.stderr, flush=True)
+            if record is not None and isinstance(step, Climbed):
+                append_record(record, as_record(scenario, grounds, step))
+    line = as_json(scenario, grounds, steps)
+    if ranks.is_first and plot is not None:
+        records = [row for row in line["rows"] if "reason" not in row]
+        title, caption = captions(records[0])
+        save_waterfall(plot, bars(records), title=title, caption=caption)
+    return json.dumps(line)
+
+
+@contextmanager
+def started_ranks(scenario: LadderScenario) -> Iterator[Ranks]:
+    """All ranks that torchrun started; else this process alone.
+
+    Raises: ConfigError where the heads do not divide among them, DeviceError without a device.
+    """
+    if not dist.is_torchelastic_launched():
+        yield alone(scenario)
+        return
+    device = resolve_device(scenario.device)
+    if device.type == "cuda":
+        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+        # Multicast through the switch is not there on every host that has NVLink, and hangs then.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        dist.init_process_group("nccl", device_id=device, timeout=_RANK_TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=_RANK_TIMEOUT)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        exchange: Exchange = Alone()
+        if group.size() > 1:
+            exchange = Ulysses(scenario.model.num_attention_heads, group)
+        yield Ranks(
+            scenario=dataclasses.replace(scenario, device=str(device)),
+            exchange=exchange,
+            is_first=group.rank() == 0,
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Climb as the command line says and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder", description=__doc__)
+    parser.add_argument("--preset", choices=PRESET_NAMES, default="h3_33b")
+    parser.add_argument("--weights", choices=("auto", "shipped", "random"), default="auto")
+    parser.add_argument("--geometry", help="picture size, such as 832x480")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--chunks", type=int, default=10, help="that count, of each row")
+    parser.add_argument("--rows", default=",".join(ROW_NAMES), help="names with commas")
+    parser.add_argument("--plot", type=Path, help="PNG to write")
+    parser.add_argument("--record", type=Path, help="file to append to: benchmarks/ladder.jsonl")
+    parser.add_argument("--commit", help="of the files, where they are no checkout")
+    options = parser.parse_args(arguments)
+    try:
+        scenario = LadderScenario(
+            preset=options.preset,
+            weights=options.weights,
+            geometry=None if options.geometry is None else parse_geometry(options.geometry),
+            device=options.device,
+            dtype=options.dtype,
+            chunk_count=options.chunks,
+            rows=tuple(options.rows.split(",")),
+        )
+        with started_ranks(scenario) as ranks:
+            line = run_ladder(
+                ranks, plot=options.plot, record=options.record, commit=options.commit
+            )
+            if ranks.is_first:
+                print(line, flush=True)
+    except WorldStreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENVIRONMENT
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What comes out of a ladder: lines for people, records, bars.
+
+Owns which figures are derived from what was measured. Invariant: times are medians, and a share is
+of a rate or a floor that was measured in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from benchmarks.climb import Climbed, Grounds, LadderScenario, Refused, Step
+from benchmarks.peak import Work, chunk_work, prefix_row_count
+from benchmarks.plot import Bar
+from benchmarks.record import size_name
+
+_COLUMNS = (
+    ("row", "28"), ("class", "5"), ("ms a chunk p20/p50/p80 (n)", "31"), ("DiT fps", "7"),
+    ("denoise", "8"), ("refresh", "8"), ("TFLOP/s", "7"), ("ceiling", "7"), ("floor", "6"),
+    ("GiB", "6"), ("kernels/calls", "13"), ("error 1", "8"), ("error 6", "8"),
+)  # fmt: skip
+
+
+def head(scenario: LadderScenario, grounds: Grounds) -> str:
+    """Return what stands above the rows."""
+    machine, floor = grounds.machine, grounds.floor
+    where = f"{grounds.gpu_count} x {machine.gpu}" if machine.gpu else machine.cpu
+    fp8 = grounds.fp8_product_flops
+    lines = [
+        f"{scenario.preset} {size_name(scenario.model.geometry)} {grounds.dtype}, "
+        f"{'random' if scenario.is_random else 'shipped'} weights, "
+        f"{prefix_row_count(scenario.model)} prefix rows, on {where}, torch {machine.torch}, "
+        f"commit {machine.commit}",
+        f"products {grounds.product_flops / 1e12:.4g} TFLOP/s"
+        + ("" if fp8 is None else f", in FP8 {fp8 / 1e12:.4g}")
+        + f"; attention {floor.attention_flops / 1e12:.4g}; floor of a pass: products "
+        f"{floor.linear_ms:.4g} ms"
+        + ("" if floor.linear_fp8_ms is None else f" (in FP8 {floor.linear_fp8_ms:.4g})")
+        + f" + attention {floor.attention_ms:.4g} ms = {floor.chunk_ms(scenario.model):.5g} ms "
+        "a chunk",
+        _line([name for name, _ in _COLUMNS]),
+    ]
+    return "\n".join(lines)
+
+
+def row_line(scenario: LadderScenario, grounds: Grounds, step: Step) -> str:
+    """Return one row for people."""
+    if isinstance(step, Refused):
+        return f"{step.row.title:<28}  not run: {step.reason}"
+    record = as_record(scenario, grounds, step)
+    chunk, launches = step.chunk, step.launches
+    cells = [
+        step.row.title,
+        step.row_class,
+        f"{chunk.p20:.1f} / {chunk.p50:.1f} / {chunk.p80:.1f} ({chunk.n})",
+        f"{step.dit_fps:.2f}",
+        f"{step.denoise.p50:.1f}",
+        f"{step.refresh.p50:.1f}",
+        f"{record['tflops']:.4g}",
+        f"{record['share_of_ceiling']:.0%}",
+        f"{record['share_of_floor']:.0%}",
+        f"{step.peak_gib:.1f}",
+        "-" if launches is None else f"{launches.kernels}/{launches.calls}",
+        *(f"{error:.2g}" for error in step.errors.values()),
+    ]
+    return _line(cells)
+
+
+def _line(cells: list[str]) -> str:
+    widths = [width for _, width in _COLUMNS]
+    first, *rest = zip(cells, widths, strict=True)
+    return "  ".join([f"{first[0]:<{first[1]}}", *(f"{cell:>{width}}" for cell, width in rest)])
+
+
+def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict[str, Any]:
+    """Return the record of one row, json-ready."""
+    model, floor = scenario.model, grounds.floor
+    work = chunk_work(model, with_prefix=not step.config.prefix_cache)
+    is_fp8 = step.config.linear != "bf16"
+    chunk_s, floor_ms = step.chunk.p50 / 1e3, floor.chunk_ms(model, is_fp8=is_fp8)
+    first, last = step.errors.values()
+    return {
+        "name": "ladder",
+        "row": step.row.name,
+        "title": step.row.title,
+        "class": step.row_class,
+        "preset": scenario.preset,
+        "weights": "random" if scenario.is_random else "shipped",
+        "geometry": size_name(model.geometry),
+        "gpu_count": grounds.gpu_count,
+        "rank_count": grounds.world_size,
+        "dtype": grounds.dtype,
+        "prefix_rows": prefix_row_count(model),
+        "config": dataclasses.asdict(step.config),
+        "chunk_ms": step.chunk.p50,
+        "dit_fps": round(step.dit_fps, 3),
+        "error": last,
+        "error_first_chunk": first,
+        "chunk": dataclasses.asdict(step.chunk),
+        "denoise": dataclasses.asdict(step.denoise),
+        "refresh": dataclasses.asdict(step.refresh),
+        "tflops": round(work.total / chunk_s / 1e12, 4),
+        "share_of_ceiling": round(_ceiling_s(grounds, work, is_fp8=is_fp8) / chunk_s, 4),
+        "floor_ms": round(floor_ms, 3),
+        "share_of_floor": round(floor_ms / 1e3 / chunk_s, 4),
+        "peak_gib": round(step.peak_gib, 3),
+        "kernel_count": None if step.launches is None else step.launches.kernels,
+        "launch_count": None if step.launches is None else step.launches.calls,
+        "load_s": round(step.load_s, 2),
+        "warm_up_s": round(step.warm_up_s, 2),
+        "product_tflops": round(grounds.product_flops / 1e12, 4),
+        "fp8_product_tflops": grounds.fp8_product_flops and grounds.fp8_product_flops / 1e12,
+        "attention_tflops": round(floor.attention_flops / 1e12, 4),
+        "floor_of_a_pass": dataclasses.asdict(floor),
+        **dataclasses.asdict(grounds.machine),
+    }
+
+
+def _ceiling_s(grounds: Grounds, work: Work, *, is_fp8: bool) -> float:
+    """Seconds that the work takes at the rates of large products and of attention alone."""
+    rate = grounds.fp8_product_flops if is_fp8 else None
+    rate = rate or grounds.product_flops
+    linear_s = work.linear / (rate * grounds.world_size)
+    return linear_s + work.attention / grounds.floor.attention_flops
+
+
+def as_json(scenario: LadderScenario, grounds: Grounds, steps: list[Step]) -> dict[str, Any]:
+    """Return the whole ladder: records of what ran, reasons of what did not."""
+    return {
+        "name": "ladder",
+        "rows": [
+            as_record(scenario, grounds, step)
+            if isinstance(step, Climbed)
+            else {"row": step.row.name, "title": step.row.title, "reason": step.reason}
+            for step in steps
+        ],
+    }
+
+
+def bars(records: list[dict[str, Any]]) -> list[Bar]:
+    """Return the bars of records, in their order."""
+    return [
+        Bar(
+            label=record["title"],
+            row_class=record["class"],
+            chunk_ms=record["chunk_ms"],
+            dit_fps=record["dit_fps"],
+        )
+        for record in records
+    ]
+
+
+def captions(record: dict[str, Any]) -> tuple[str, str]:
+    """Return title and caption of a picture, from any of its records."""
+    where = f"{record['gpu_count']} x {record['gpu']}" if record["gpu"] else record["cpu"]
+    title = f"{record['preset']} {record['geometry']}: milliseconds a chunk of 17 frames"
+    caption = (
+        f"{where}, {record['dtype']}, {record['weights']} weights, torch {record['torch']}, commit "
+        f"{record['commit']}; 4 denoise steps and the refresh, no decoder; each row adds to those "
+        "above"
+    )
+    return title, caption

@@ -1,0 +1,97 @@
+"""The ladder in README.md: one table and one picture a ladder, from `benchmarks/ladder.jsonl`.
+
+Owns which records make a ladder. Invariant: of records of the same row the last one counts; rows
+stand in the order in which they were climbed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.climb import ROW_NAMES
+from benchmarks.ladder_output import bars, captions
+from benchmarks.plot import save_waterfall
+
+RECORDS = Path(__file__).parent / "ladder.jsonl"
+PICTURES = Path(__file__).parent / "pictures"
+_KEY = ("preset", "geometry", "weights", "dtype", "gpu", "gpu_count", "cpu")
+
+LadderRecords = list[dict[str, Any]]
+"""Records of one ladder, row after row."""
+
+
+def read_ladders(path: Path = RECORDS) -> list[LadderRecords]:
+    """Return the ladders of a file of records; none where there is no file."""
+    ladders: dict[tuple[object, ...], dict[str, dict[str, Any]]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            key = tuple(record[name] for name in _KEY)
+            ladders.setdefault(key, {})[record["row"]] = record
+    return [sorted(rows.values(), key=_place) for rows in ladders.values()]
+
+
+def _place(record: dict[str, Any]) -> int:
+    return ROW_NAMES.index(record["row"])
+
+
+def ladder_section(path: Path = RECORDS) -> str:
+    """Return the table of all ladders side by side, and their pictures; empty without records."""
+    ladders = read_ladders(path)
+    if not ladders:
+        return ""
+    titles = [_title(ladder[0]) for ladder in ladders]
+    lines = [
+        "| ladder: transformer alone, frames/s, ms a chunk, class, rel-L2 after 6 chunks | "
+        + " | ".join(titles)
+        + " |",
+        "|---" * (1 + len(ladders)) + "|",
+    ]
+    for name in ROW_NAMES:
+        cells = [
+            next((record for record in ladder if record["row"] == name), None) for ladder in ladders
+        ]
+        found = [record for record in cells if record is not None]
+        if found:
+            lines.append(f"| {found[0]['title']} | {' | '.join(map(_cell, cells))} |")
+    first = [ladder[0] for ladder in ladders]
+    commits = ", ".join(dict.fromkeys(f"{record['commit']}" for record in first))
+    lines += [
+        "",
+        "X: the bits of the first row, F: other rounding, A: approximate. Each row adds to those "
+        f"above; 4 denoise steps and the refresh, no decoder. Commit {commits}.",
+    ]
+    lines += [
+        f"![The ladder of {title}](benchmarks/pictures/{picture_name(ladder)})"
+        for title, ladder in zip(titles, ladders, strict=True)
+    ]
+    return "\n".join(lines)
+
+
+def _title(record: dict[str, Any]) -> str:
+    where = f"{record['gpu_count']} x {record['gpu']}" if record["gpu"] else record["cpu"]
+    weights = "" if record["weights"] == "shipped" else " (random weights)"
+    return f"`{record['preset']}` {record['geometry']}{weights}, {where}"
+
+
+def _cell(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return ""
+    error = "0" if record["error"] == 0.0 else f"{record['error']:.1e}"
+    return f"**{record['dit_fps']:.1f}** {record['chunk_ms']:.0f} {record['class']} {error}"
+
+
+def picture_name(ladder: LadderRecords) -> str:
+    """File name of a ladder's picture."""
+    first = ladder[0]
+    where = f"{first['gpu_count']}gpu" if first["gpu"] else "cpu"
+    return f"ladder-{first['preset']}-{first['geometry']}-{first['dtype']}-{where}.png"
+
+
+def draw_pictures(path: Path = RECORDS, folder: Path = PICTURES) -> None:
+    """Draw the picture of each ladder."""
+    for ladder in read_ladders(path):
+        title, caption = captions(ladder[0])
+        save_waterfall(folder / picture_name(ladder), bars(ladder), title=title, caption=caption)

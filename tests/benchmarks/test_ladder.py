@@ -1,0 +1,202 @@
+"""The ladder climbed by the smallest model on a CPU; its records, its lines, its pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks import climb as climbing
+from benchmarks.climb import LadderScenario, relative_error
+from benchmarks.floor import Floor
+from benchmarks.ladder import main
+from benchmarks.ladder_report import draw_pictures, ladder_section, read_ladders
+from benchmarks.peak import chunk_work, key_row_count, pass_work
+from benchmarks.plot import Bar, draw_waterfall
+from engine.config import Geometry, preset
+from engine.errors import ConfigError
+
+pytestmark = pytest.mark.cpu
+
+NEEDED = {
+    "preset", "geometry", "gpu", "gpu_count", "class", "row", "chunk_ms", "dit_fps", "error",
+    "peak_gib", "torch", "commit",
+}  # fmt: skip
+TINY = ["--preset", "tiny", "--device", "cpu", "--dtype", "float32", "--chunks", "1"]
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory):
+    """Rows of a process without any library that a bare GPU machine lacks."""
+    folder = tmp_path_factory.mktemp("ladder")
+    script = f"""
+import sys
+for name in ("rich", "tyro", "structlog", "pydantic", "av", "fastapi", "matplotlib"):
+    sys.modules[name] = None
+from benchmarks.ladder import main
+sys.exit(main({TINY!r} + ["--rows", "prefix,packed,graphs,kernels", "--commit", "abc1234",
+    "--plot", {str(folder / "plot.png")!r}, "--record", {str(folder / "ladder.jsonl")!r}]))
+"""
+    root = Path(__file__).parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return folder, json.loads(result.stdout.splitlines()[-1]), result.stderr.splitlines()
+
+
+def test_every_row_that_ran_has_a_record(climbed):
+    folder, whole, _ = climbed
+    records = [json.loads(line) for line in (folder / "ladder.jsonl").read_text().splitlines()]
+    assert [record["row"] for record in records] == ["eager", "prefix", "packed"]
+    assert records == whole["rows"][:3]
+    for record in records:
+        assert record.keys() >= NEEDED
+        assert (record["preset"], record["geometry"]) == ("tiny", "96x64")
+        assert (record["gpu"], record["gpu_count"], record["commit"]) == (None, 0, "abc1234")
+        assert record["dit_fps"] == pytest.approx(17_000 / record["chunk_ms"], rel=1e-3)
+        assert record["chunk"]["dropped_count"] == 9
+
+
+def test_shortcuts_keep_the_bits(climbed):
+    rows = climbed[1]["rows"][:3]
+    assert [(row["class"], row["error"], row["error_first_chunk"]) for row in rows] == [
+        ("X", 0.0, 0.0)
+    ] * 3
+
+
+def test_rows_that_need_cuda_say_so(climbed):
+    _, whole, lines = climbed
+    reasons = {row["row"]: row["reason"] for row in whole["rows"][3:]}
+    assert "graphs is True on cpu" in reasons["graphs"]
+    assert "kernels is 'fast' on cpu" in reasons["kernels"]
+    assert sum("not run: " in line for line in lines) == 2
+
+
+def test_records_become_a_table_and_a_picture(climbed, tmp_path):
+    records = climbed[0] / "ladder.jsonl"
+    assert [len(ladder) for ladder in read_ladders(records)] == [3]
+    text = ladder_section(records)
+    assert "| eager, prefix recomputed | **" in text
+    assert "CUDA graphs" not in text
+    assert "Commit abc1234." in text
+    draw_pictures(records, tmp_path)
+    assert f"](benchmarks/pictures/{next(tmp_path.iterdir()).name})" in text
+
+
+def test_the_last_record_of_a_row_counts(climbed, tmp_path):
+    lines = (climbed[0] / "ladder.jsonl").read_text().splitlines()
+    again = json.loads(lines[1]) | {"dit_fps": 99.5}
+    path = tmp_path / "ladder.jsonl"
+    path.write_text("\n".join([lines[1], lines[0], json.dumps(again)]) + "\n")
+    assert [record["row"] for record in read_ladders(path)[0]] == ["eager", "prefix"]
+    assert "**99.5**" in ladder_section(path)
+
+
+def test_no_records_no_table(tmp_path):
+    assert ladder_section(tmp_path / "none.jsonl") == ""
+
+
+def test_a_plot_has_a_bar_as_long_as_its_time(climbed):
+    with Image.open(climbed[0] / "plot.png") as picture:
+        assert picture.format == "PNG"
+    bars = [
+        Bar(label=name, row_class=name, chunk_ms=ms, dit_fps=1.0)
+        for name, ms in (("F", 400.0), ("A", 100.0))
+    ]
+    image = draw_waterfall(bars, title="", caption="")
+    lengths = {
+        name: sum(image.getpixel((x, y)) == colour for x in range(image.width))
+        for name, colour, y in (("F", (58, 138, 92), 101), ("A", (196, 112, 36), 147))
+    }
+    assert lengths["F"] == pytest.approx(4 * lengths["A"], abs=4)
+
+
+def test_rows_that_fail_are_refused_with_their_reason(monkeypatch, capsys):
+    real = climbing._climb_row
+
+    def fail_in_the_second(scenario, row, *arguments):
+        if row.name == "prefix":
+            raise RuntimeError("the compiler\ngave up")
+        return real(scenario, row, *arguments)
+
+    monkeypatch.setattr(climbing, "_climb_row", fail_in_the_second)
+    assert main([*TINY, "--rows", "prefix"]) == 0
+    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert whole["rows"][1]["reason"] == "the compiler gave up"
+
+
+def test_an_approximate_row_that_changes_nothing_is_refused(monkeypatch, capsys):
+    idle = dataclasses.replace(climbing.ROWS[1], changes={}, is_approximate=True)
+    monkeypatch.setattr(climbing, "ROWS", (climbing.ROWS[0], idle))
+    assert main([*TINY, "--rows", "prefix"]) == 0
+    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert whole["rows"][1]["reason"] == "made what the row before made: it was not in use"
+
+
+def test_the_error_is_relative_and_sees_a_single_bit():
+    expected = torch.tensor([3.0, 4.0])
+    assert relative_error(expected, expected) == 0.0
+    assert relative_error(torch.tensor([3.0, 4.5]), expected) == pytest.approx(0.1)
+    assert relative_error(torch.nextafter(expected, expected + 1), expected) > 0.0
+    assert relative_error(torch.tensor([3.0, float("nan")]), expected) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rows", "magic"], "rows: 'magic'; allowed: eager, "),
+        (["--chunks", "0"], "chunks: 0; allowed: 1 to"),
+        (["--geometry", "wide"], "geometry: 'wide'; allowed: WIDTHxHEIGHT"),
+        (["--geometry", "100x100"], "geometry.height_px is 100"),
+        (["--weights", "shipped", "--preset", "h3_33b"], "weights: none ship with h3_33b"),
+    ],
+)
+def test_bad_options_are_refused(options, message, capsys):
+    assert main(options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch, capsys):
+    monkeypatch.setattr("engine.engine.available_gib", lambda device: 80.0)
+    monkeypatch.setattr("benchmarks.climb.measure_floor", lambda *arguments, **options: FLOOR)
+    command = ["--preset", "h3_33b", "--device", "cpu", "--dtype", "bfloat16", "--rows", "eager"]
+    assert main(command) == 3
+    assert "GiB are free; " in capsys.readouterr().err
+
+
+FLOOR = Floor(linear_ms=10.0, linear_fp8_ms=6.0, attention_ms=4.0, attention_flops=1e12)
+
+
+def test_floor_of_a_chunk_is_five_passes_less_the_end_of_the_last():
+    model = preset("h3_33b").model
+    assert 5 * 14.0 * 0.99 < FLOOR.chunk_ms(model) < 5 * 14.0
+    assert FLOOR.chunk_ms(model) - FLOOR.chunk_ms(model, is_fp8=True) == pytest.approx(
+        4.0 * 5, rel=0.01
+    )
+
+
+def test_work_of_a_pass_is_as_published():
+    """38.5 GFLOP a row in linears; 1.43 MFLOP for a query and a key; prefix 21 % at 768p."""
+    model = preset("h3_33b", Geometry(height_px=480, width_px=832)).model
+    work = pass_work(model)
+    assert work.linear == pytest.approx(38.5e9 * 1950, rel=2e-3)
+    assert work.attention == pytest.approx(1.43e6 * 1950 * key_row_count(model), rel=4e-3)
+    full = chunk_work(model, with_prefix=True)
+    assert 1.2 < full.total / chunk_work(model).total < 1.8
+
+
+def test_mini_runs_on_the_weights_that_ship():
+    assert not LadderScenario(preset="mini").is_random
+    assert LadderScenario(preset="mini", weights="random").is_random
+    assert LadderScenario(preset="h3_33b").is_random
+    with pytest.raises(ConfigError, match="weights: none ship with mini at 320x192"):
+        LadderScenario(
+            preset="mini", weights="shipped", geometry=Geometry(height_px=192, width_px=320)
+        )
