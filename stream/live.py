@@ -40,6 +40,7 @@ from stream.sessions import Admission, Change, Registry
 from stream.settings import ServerSettings
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.uploads import ImageStore
+from stream.video_encoder import default_bitrate_bps
 from stream.viewer import Surroundings
 from stream.worker_messages import StartFrom
 from stream.workers import FPS, Workers
@@ -352,7 +353,9 @@ class Live:
             metrics=self.metrics,
             media=MediaSettings(
                 frames_per_chunk=FRAMES_PER_CHUNK,
-                bitrate_bps=settings.bit_rate_kbps * 1_000,
+                bitrate_bps=settings.bit_rate_kbps * 1_000
+                if settings.bit_rate_kbps is not None
+                else default_bitrate_bps(self._video.w, self._video.h),
                 keyframe_min_s=settings.kf_min_ms / 1e3,
                 ice=IceSettings(
                     servers=servers,

@@ -64,7 +64,8 @@ class ServerSettings(BaseSettings):
     """Local addresses for WebRTC; by default those on which the service can be reached."""
     udp_ports: Annotated[tuple[int, int] | None, NoDecode] = None
     """First and last UDP port for media, as A-B."""
-    bit_rate_kbps: Annotated[int, Field(ge=100, le=50_000)] = 2_000
+    bit_rate_kbps: Annotated[int, Field(ge=100, le=50_000)] | None = None
+    """Of the whole video; by default 2,000, and 4,000 from 1280x720 on."""
     webrtc: bool = True
 
     record: str | None = None

@@ -23,6 +23,14 @@ BITRATE_RANGE_BPS = (100_000, 50_000_000)
 THREADED_PIXELS = 640 * 400
 """From this size on two threads encode; below, handing over costs more than it gains."""
 TIME_BASE = Fraction(1, PTS_HZ)
+BITRATE_BPS = 2_000_000
+LARGE_BITRATE_BPS = 4_000_000
+LARGE_PIXELS = 1280 * 720
+
+
+def default_bitrate_bps(width_px: int, height_px: int) -> int:
+    """Bit rate at which a picture of this size is good, 24 of them a second."""
+    return LARGE_BITRATE_BPS if width_px * height_px >= LARGE_PIXELS else BITRATE_BPS
 
 
 class Codec(StrEnum):

@@ -1,13 +1,14 @@
 """Media of a session: epochs, bounds, sharing, slow and late viewers, offers that overlap."""
 
 import asyncio
+import gc
 import threading
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
-from aiortc import RTCSessionDescription
+from aiortc import RTCPeerConnection, RTCSessionDescription
 
 from stream.peer import OfferError
 from stream.recording import export_mp4
@@ -15,6 +16,8 @@ from stream.video_encoder import Codec
 from tests.stream.media_bench import Reader, new_offer, run, wait_for
 
 pytestmark = pytest.mark.cpu
+
+CYCLES = 50
 
 
 def test_every_frame_reaches_a_viewer_in_order():
@@ -347,7 +350,7 @@ def test_pacing_that_breaks_is_told_and_closes_cleanly():
 def test_coming_and_going_leaves_no_sockets_threads_or_connections():
     async def check(bench):
         counts = []
-        for gen in range(8):
+        for gen in range(CYCLES):
             browser = await new_offer()
             answer = await bench.media.audience.add_webrtc("a", gen, browser.localDescription.sdp)
             await browser.setRemoteDescription(RTCSessionDescription(answer.sdp, "answer"))
@@ -361,5 +364,9 @@ def test_coming_and_going_leaves_no_sockets_threads_or_connections():
             files = len(list(Path("/proc/self/fd").iterdir()))
             counts.append((files, threading.active_count(), len(asyncio.all_tasks())))
         assert counts[-1] == counts[1]
+        del browser
+        gc.collect()
+        alive = [each for each in gc.get_objects() if type(each) is RTCPeerConnection]
+        assert len(alive) <= 1  # the last one's task may not be forgotten yet
 
     run(check)

@@ -8,7 +8,14 @@ import pytest
 from PIL import Image
 
 from engine.errors import ConfigError
-from stream.video_encoder import Codec, EncodedFrame, JpegEncoder, KeyGate, VideoEncoder
+from stream.video_encoder import (
+    Codec,
+    EncodedFrame,
+    JpegEncoder,
+    KeyGate,
+    VideoEncoder,
+    default_bitrate_bps,
+)
 from tests import tolerances
 
 pytestmark = pytest.mark.cpu
@@ -95,6 +102,13 @@ def test_bit_rate_is_kept_by_noise(codec):
 def test_wrong_bit_rate_is_refused(bitrate_bps):
     with pytest.raises(ConfigError, match="bit rate"):
         new_encoder(Codec.H264, bitrate_bps)
+
+
+@pytest.mark.parametrize(
+    ("size", "bitrate_bps"), [((832, 480), 2_000_000), ((1280, 720), 4_000_000)]
+)
+def test_default_bit_rate_of_a_size(size, bitrate_bps):
+    assert default_bitrate_bps(*size) == bitrate_bps
 
 
 @pytest.mark.parametrize("size", [(63, 48), (64, 47), (0, 0)])
