@@ -35,11 +35,12 @@ from engine.device import (
     torch_dtype,
     within_memory,
 )
-from engine.errors import CheckpointError, ConfigError, StateError
+from engine.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from engine.kv_cache import PackedCache
 from engine.model.dit import MiniMaxH3Transformer
 from engine.parallel import Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
-from engine.rollout import Draws, OpenChunk, Rollout, SeededDraws
+from engine.rollout import Draws, OpenChunk, Rollout, RolloutSnapshot, SeededDraws
 from engine.speed import resolve_speed, speed_parts
 from engine.text import PromptEncoder, WordEncoder
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
@@ -354,6 +355,29 @@ class Engine:
         rollout.core.cache.undo()
         rollout.camera = rollout.camera_before
 
+    def snapshot(self, rollout: Rollout) -> RolloutSnapshot:
+        """Return the point that the rollout is at, between two chunks.
+
+        Raises: StateError in the middle of a chunk, UnsupportedError without `packed_history`.
+        """
+        if rollout.open_chunk is not None:
+            raise StateError("snapshot: a chunk is denoised; expected its commit() first")
+        return RolloutSnapshot(
+            chunk_index=rollout.chunk_index,
+            camera=rollout.camera,
+            buffers=_packed(rollout).snapshot(),
+        )
+
+    @torch.no_grad()
+    def restore(self, rollout: Rollout, snapshot: RolloutSnapshot) -> None:
+        """Move a rollout of the same seed, prompt and picture to a snapshot.
+
+        Raises: StateError for a snapshot of another model, UnsupportedError as above.
+        """
+        _packed(rollout).restore(snapshot.chunk_index, snapshot.buffers)
+        rollout.open_chunk = None
+        rollout.camera = rollout.camera_before = snapshot.camera
+
     def close(self) -> None:
         """Give graphs and weights up. Calling it again does nothing."""
         if self._core is not None:
@@ -374,6 +398,13 @@ class Engine:
             anchor_BCTHW,
             prefix_draws,
         )
+
+
+def _packed(rollout: Rollout) -> PackedCache:
+    cache = rollout.core.cache
+    if not isinstance(cache, PackedCache):
+        raise UnsupportedError("snapshot: packed_history is off; allowed: on")
+    return cache
 
 
 def _word_encoder(config: ModelConfig) -> WordEncoder:

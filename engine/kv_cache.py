@@ -15,6 +15,7 @@ Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -324,6 +325,40 @@ class PackedCache(CacheOrder):
         if keep:
             self._mark(layer)
         return Window(q_BRNK, keys_BSNK, values_BSNK)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Buffers by name, shared; the last commit can no longer be undone."""
+        self.settle()
+        return {
+            f"{name}.{layer}": buffer
+            for name, buffers in self._named_buffers()
+            for layer, buffer in enumerate(buffers)
+        }
+
+    def restore(self, committed: int, buffers: Mapping[str, Tensor]) -> None:
+        """Go on from a snapshot of a cache with the same prefix, `committed` chunks old.
+
+        Raises: StateError where the buffers are others.
+        """
+        own = self.snapshot()
+        if {name: buffer.shape for name, buffer in own.items()} != {
+            name: buffer.shape for name, buffer in buffers.items()
+        }:
+            raise StateError("restore: the snapshot is of a cache with other layers or rows")
+        for name, buffer in own.items():
+            buffer.copy_(buffers[name])
+        self.committed = committed
+        self._written.clear()
+        self._placement = None
+
+    def _named_buffers(self) -> tuple[tuple[str, list[Tensor]], ...]:
+        """What has to be kept between two chunks."""
+        buffers = self._buffers
+        return (
+            ("keys", buffers.keys_BSNK),
+            ("values", buffers.values_BSNK),
+            ("ring", buffers.ring_BSNK),
+        )
 
     def _ring_rows(self, chunk_index: int) -> slice:
         begin = chunk_index % self._ring * self.rows

@@ -9,6 +9,7 @@ Shape suffixes: B batch, R rows, C channels, T latent frames, H height, W width.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,6 +109,16 @@ class OpenChunk:
     camera: CameraState
     """At the first frame after it."""
     clock: SpanClock
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class RolloutSnapshot:
+    """A rollout between two chunks, less its seed, prompt and picture."""
+
+    chunk_index: int
+    camera: CameraState
+    buffers: Mapping[str, Tensor]
+    """Of the window cache; shared with the rollout until it goes on."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

@@ -19,6 +19,7 @@ from engine.errors import ConfigError, WorldStreamError
 from stream.generate import trace_header
 from stream.jobs import Start, WorldSpec, check_prompt
 from stream.session import Session, World
+from stream.snapshots import SNAPSHOT_CHUNKS, Snapshot, snapshot_file, write_snapshot
 from stream.trace import TRACE_SUFFIX, Trace, TraceEnd, TraceWriter
 from stream.worker_messages import FailureCode
 
@@ -69,6 +70,7 @@ class LiveRollout:
         self.frame_count = 0
         self.last_frame_HWC: NDArray[np.uint8] | None = None
         self._line_count = 0
+        self._kept_index = 0
         self._session = Session(world, prompt=prompt, seed=seed)
         self._next_prompt: str | None = None
         # The trace is given to visitors: it names the picture, not where the server keeps it.
@@ -131,15 +133,47 @@ class LiveRollout:
             self._next_prompt = None
         self._check_frozen(portions, index)
 
-    def restore(self, trace: Trace, should_stop: Callable[[], bool]) -> Iterator[bool]:
+    def keep(self, *, at_once: bool = False) -> None:
+        """Write a snapshot where one is due. Call it between two chunks.
+
+        Args:
+            at_once: write it although none is due.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        index = self.chunk_index
+        is_due = at_once or index % SNAPSHOT_CHUNKS == 0
+        if not is_due or index == self._kept_index or self.last_frame_HWC is None:
+            return
+        from torch import from_numpy
+
+        self._kept_index = index
+        snapshot = Snapshot(
+            chunk_index=index,
+            frame_count=self.frame_count,
+            digest=self._session.digest.hex(),
+            prompt=self.prompt,
+            state=self.world.state(),
+            last_frame_HWC=from_numpy(self.last_frame_HWC),
+        )
+        write_snapshot(snapshot_file(self.trace_path), snapshot)
+
+    def restore(
+        self, trace: Trace, should_stop: Callable[[], bool], snapshot: Snapshot | None = None
+    ) -> Iterator[bool]:
         """Make the chunks of a trace again and yield, for each, whether it is the same.
+
+        Those before a snapshot that belongs to the trace are taken over instead.
 
         Raises:
             ConfigError: the trace belongs to other weights.
         """
         if trace.header.model_hash != self.world.model_hash:
             raise ConfigError("trace: it was made with other weights; allowed: those loaded")
-        for chunk in trace.chunks:
+        if snapshot is not None and _belongs(snapshot, trace):
+            self._take_over(trace, snapshot)
+        for chunk in trace.chunks[self.chunk_index :]:
             if should_stop():
                 return
             if chunk.prompt is not None:
@@ -162,6 +196,22 @@ class LiveRollout:
         )
         self._trace.close()
         self._trace = None
+        snapshot_file(self.trace_path).unlink(missing_ok=True)
+
+    def _take_over(self, trace: Trace, snapshot: Snapshot) -> None:
+        """Stand where the snapshot was taken."""
+        assert self._trace is not None
+        if snapshot.prompt != self.prompt:
+            self._session.switch_prompt(snapshot.prompt)
+        self._session.resume(
+            snapshot.state, chunk_index=snapshot.chunk_index, digest=snapshot.digest
+        )
+        for chunk in trace.chunks[: snapshot.chunk_index]:
+            self._trace.copy(chunk)
+        self._line_count = snapshot.chunk_index
+        self.prompt = snapshot.prompt
+        self.frame_count = snapshot.frame_count
+        self.last_frame_HWC = snapshot.last_frame_HWC.numpy()
 
     def _check_portion(self, frames_THWC: NDArray[np.uint8], index: int) -> None:
         if not self.world.is_finite:
@@ -179,6 +229,12 @@ class LiveRollout:
         first_HWC = portions[0][0]
         if all(np.array_equal(frame, first_HWC) for portion in portions for frame in portion):
             raise OutputError(FailureCode.OUTPUT_FROZEN, f"chunk {index}: all frames are equal")
+
+
+def _belongs(snapshot: Snapshot, trace: Trace) -> bool:
+    """Whether the snapshot was taken right after one of the chunks of the trace."""
+    index = snapshot.chunk_index
+    return 0 < index <= len(trace.chunks) and trace.chunks[index - 1].digest == snapshot.digest
 
 
 def trace_file(folder: Path, session_id: str, epoch: int) -> Path:

@@ -8,6 +8,7 @@ digest is taken over the frames, as there are no latents.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from miniworld.render import render
 from miniworld.scene import NAMED_SCENES, named_scene
 from miniworld.styles import style_for
 from miniworld.walks import Obstacles
+from stream.session import WorldState
 from stream.trace import Digest
 from vae_stream.decoder import FrameChunk
 
@@ -81,6 +83,18 @@ class RendererWorld:
                 latent_index=latent + index,
             )
             begin += count
+
+    def state(self) -> WorldState:
+        """Return where the camera is and how it moves."""
+        values = {"chunk_index": float(self._chunk_index), **asdict(self._camera)}
+        return WorldState(tensors={"position": self._position_C2}, values=values)
+
+    def set_state(self, state: WorldState) -> None:
+        """Move the camera."""
+        values = dict(state.values)
+        self._chunk_index = int(values.pop("chunk_index"))
+        self._camera = CameraState(**values)
+        self._position_C2 = state.tensors["position"]
 
     def first_picture(self) -> Tensor:
         """Return the picture at the start, uint8 [H, W, 3]."""

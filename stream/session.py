@@ -7,7 +7,8 @@ Invariants: one step at a time and to its end; after `reset` frames of the old e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engine.config import FRAMES_PER_LATENT, Geometry
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
 
 LATENTS_PER_CHUNK = len(FRAMES_PER_LATENT)
+_MEMORY = "decoder."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldState:
+    """A world between two chunks, less its picture, prompt and seed."""
+
+    tensors: Mapping[str, Tensor]
+    """Shared with the world until it goes on."""
+    values: Mapping[str, float]
 
 
 class World(Protocol):
@@ -49,6 +60,12 @@ class World(Protocol):
 
     def step(self, action: Action) -> Iterator[FrameChunk]:
         """Make one chunk and yield its frames, latent by latent."""
+
+    def state(self) -> WorldState:
+        """Return where the rollout is, between two chunks."""
+
+    def set_state(self, state: WorldState) -> None:
+        """Move a rollout that began with the same picture and seed, and has the same prompt."""
 
 
 class ModelWorld:
@@ -100,6 +117,45 @@ class ModelWorld:
         self._engine.commit(rollout)
         self._engine.settle(rollout)
 
+    def state(self) -> WorldState:
+        """Return the cache, the camera, and the memories of the decoder."""
+        snapshot = self._engine.snapshot(self._begun())
+        tensors = dict(snapshot.buffers)
+        values = {"chunk_index": float(snapshot.chunk_index), **asdict(snapshot.camera)}
+        if self._decoder_state is not None:
+            values["latent_index"] = float(self._decoder_state.latent_index)
+            for index, memory in enumerate(self._decoder_state.memories):
+                tensors[f"{_MEMORY}{index}"] = memory
+        return WorldState(tensors=tensors, values=values)
+
+    def set_state(self, state: WorldState) -> None:
+        """Move to a state of the same weights.
+
+        Raises:
+            StateError: it is of other weights.
+        """
+        from engine.camera import CameraState
+        from engine.rollout import RolloutSnapshot
+        from vae_stream.decoder import DecoderState
+
+        values = dict(state.values)
+        memories = [name for name in state.tensors if name.startswith(_MEMORY)]
+        chunk_index = int(values.pop("chunk_index"))
+        if self._decoder_state is not None:
+            device = self._decoder_state.memories[0].device
+            order = sorted(memories, key=lambda name: int(name.removeprefix(_MEMORY)))
+            # Only `to` keeps the layout in memory, which kernels choose by.
+            self._decoder_state = DecoderState(
+                int(values.pop("latent_index")),
+                tuple(state.tensors[name].to(device) for name in order),
+            )
+        snapshot = RolloutSnapshot(
+            chunk_index=chunk_index,
+            camera=CameraState(**values),
+            buffers={name: each for name, each in state.tensors.items() if name not in memories},
+        )
+        self._engine.restore(self._begun(), snapshot)
+
     def _begun(self) -> Rollout:
         if self._rollout is None:
             raise StateError("world: no rollout; expected begin() first")
@@ -147,6 +203,18 @@ class Session:
             raise StateError("switch_prompt: a step is under way; expected its last frame first")
         self._prompt = prompt
         self._world.set_prompt(prompt)
+
+    def resume(self, state: WorldState, *, chunk_index: int, digest: str) -> None:
+        """Go on where a session of the same picture, prompt and seed was.
+
+        Raises:
+            StateError: a step is under way, or the state is of another world.
+        """
+        if self._is_stepping:
+            raise StateError("resume: a step is under way; expected its last frame first")
+        self._world.set_state(state)
+        self.digest.resume(digest)
+        self.chunk_index = chunk_index
 
     def step(self, action: Action) -> Iterator[FrameChunk]:
         """Make one chunk and yield its frames as each latent is decoded.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from stream.error_codes import ErrorCode, ProtocolError
 from stream.recording import export_mp4
+from stream.snapshots import SNAPSHOT_SUFFIX
 from stream.worker_messages import SessionStarted
 
 EXPORTS_AT_A_TIME = 2
@@ -88,10 +89,10 @@ class SessionFiles:
 
     def forget(self, session_id: str) -> None:
         """The session is remembered no more: delete what is not kept for the operator."""
-        folders = [self._downloads] if self._is_kept else [self._downloads, self.records]
-        for folder in folders:
-            for path in folder.glob(f"{session_id}*"):
-                path.unlink(missing_ok=True)
+        of_session = f"{session_id}*"
+        what = of_session + SNAPSHOT_SUFFIX if self._is_kept else of_session
+        for path in (*self._downloads.glob(of_session), *self.records.glob(what)):
+            path.unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Delete everything that is not kept."""

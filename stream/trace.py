@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine.types import Action
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 TRACE_SUFFIX = ".trace.jsonl"
 FILE_LIMIT_BYTES = 256 * 1024 * 1024
 FRAMES_PER_CHUNK = sum(FRAMES_PER_LATENT)
@@ -118,18 +118,27 @@ class Trace:
 
 
 class Digest:
-    """sha256 over the bytes of what a source made: fp32 latents, or a renderer's uint8 frames."""
+    """Digest of what a source made: fp32 latents, or a renderer's uint8 frames.
+
+    A chain: each value is the sha256 of the value before and the new bytes; zeros at first. So it
+    can go on from its last value alone.
+    """
 
     def __init__(self) -> None:
-        self._hash = hashlib.sha256()
+        self._value = bytes(hashlib.sha256().digest_size)
 
     def update(self, values: Tensor) -> None:
         """Add the bytes of a tensor in row-major order."""
-        self._hash.update(values.detach().cpu().contiguous().numpy().tobytes())
+        data = values.detach().cpu().contiguous().numpy().tobytes()
+        self._value = hashlib.sha256(self._value + data).digest()
+
+    def resume(self, value: str) -> None:
+        """Go on from a value that `hex` returned."""
+        self._value = bytes.fromhex(value)
 
     def hex(self) -> str:
         """Return the digest so far."""
-        return self._hash.hexdigest()
+        return self._value.hex()
 
 
 class TraceWriter:
@@ -150,6 +159,13 @@ class TraceWriter:
         if prompt is not None:
             data["prompt"] = prompt
         self._line("chunk", {**data, "digest": digest})
+
+    def copy(self, chunk: TraceChunk) -> None:
+        """Record a chunk of another trace as it is there."""
+        data: dict[str, Any] = {"chunk_index": chunk.chunk_index, "held": chunk.held}
+        if chunk.prompt is not None:
+            data["prompt"] = chunk.prompt
+        self._line("chunk", {**data, "digest": chunk.digest})
 
     def end(self, end: TraceEnd) -> None:
         """Record how it ended."""

@@ -25,9 +25,9 @@ from stream.actions import ActionMailbox, wall_ms
 from stream.chunk_schedule import ChunkSchedule
 from stream.command_inbox import CommandInbox, merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing, RingCancelledError, RingHandle
-from stream.jobs import Start, read_start
 from stream.live_rollout import LiveRollout, OutputError, trace_file
 from stream.session import Session
+from stream.snapshots import read_snapshot, snapshot_file
 from stream.trace import read_trace
 from stream.worker_messages import (
     Applied,
@@ -53,13 +53,12 @@ from stream.worker_messages import (
     WorkerConfig,
 )
 from stream.worker_pulse import Pulse
-from stream.world_source import LoadedWorlds, OpenSource, WorldSource
+from stream.world_source import LoadedWorlds, OpenSource, Worlds
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from stream.session import World
 
 _log = logging.getLogger(__name__)
 
@@ -123,13 +122,11 @@ class Worker:
         self._config = config
         self._mailbox = mailbox
         self._ring = ring
-        self._open_source = open_source
         self._inbox = CommandInbox(connection, ring)
-        self._pulse = Pulse(connection, self._device_bytes)
+        self._worlds = Worlds(config.world, open_source)
+        self._pulse = Pulse(connection, self._worlds.device_bytes)
         self._report = self._pulse.report
         self._is_done = threading.Event()
-        self._source: WorldSource | None = None
-        self._worlds: tuple[StartFrom, Start, World] | None = None
         self._live: _Live | None = None
         self._schedule = ChunkSchedule(config.fps, config.jit_margin_ms / 1000.0)
 
@@ -149,8 +146,7 @@ class Worker:
             self._is_done.set()
             self._pulse.stop()
             self._end_session()
-            if self._source is not None:
-                self._source.close()
+            self._worlds.close()
 
     def _load(self) -> bool:
         try:
@@ -179,8 +175,7 @@ class Worker:
         from engine.types import Action
 
         spec = self._config.world
-        self._source = self._open_source(spec)
-        world = self._open(StartFrom(scene=self._config.warm_up_scene))[1]
+        world = self._worlds.open(StartFrom(scene=self._config.warm_up_scene)).world
         if not world.has_frames:
             raise UnsupportedError(f"preset {spec.preset} has no decoder: it makes latents only")
         session = Session(world, prompt="", seed=0)
@@ -237,7 +232,7 @@ class Worker:
 
     def _fail(self, code: FailureCode, error: Exception) -> None:
         self._report_failure(code, error)
-        self._worlds = None
+        self._worlds.forget()
         self._end_session()
 
     def _report_failure(
@@ -316,7 +311,7 @@ class Worker:
         # Before the picture, which the next reset may cut off.
         for number in ids:
             self._report(Applied(id=number, epoch=live.epoch, chunk=0))
-        self._show(live, self._first_picture(live.start))
+        self._show(live, self._worlds.first_picture(live.start))
 
     def _restore(self, live: _Live, command: StartSession) -> None:
         """Bring a rollout back from its trace and show where it was left."""
@@ -326,28 +321,32 @@ class Worker:
         rollout = self._new_rollout(live)
         begin_s = time.monotonic()
         is_same = True
-        for done, same in enumerate(rollout.restore(trace, lambda: self._inbox.is_interrupted), 1):
+        snapshot = read_snapshot(snapshot_file(command.resume_trace))
+        for same in rollout.restore(trace, lambda: self._inbox.is_interrupted, snapshot):
             is_same = is_same and same
-            percent = 100.0 * done / len(trace.chunks)
+            percent = 100.0 * rollout.chunk_index / len(trace.chunks)
             seconds = time.monotonic() - begin_s
             self._report(Loading(stage="restoring the world", percent=percent, seconds=seconds))
+        if not self._inbox.is_interrupted:
+            self._keep(rollout, at_once=True)
+            snapshot_file(command.resume_trace).unlink(missing_ok=True)
         live.prompt = rollout.prompt
         self._report_start(live, rollout, rollout.chunk_index, is_same=is_same)
         frame_HWC = rollout.last_frame_HWC
-        self._show(live, self._first_picture(live.start) if frame_HWC is None else frame_HWC)
+        self._show(live, self._worlds.first_picture(live.start) if frame_HWC is None else frame_HWC)
 
     def _new_rollout(self, live: _Live) -> LiveRollout:
         from stream.worlds import default_prompt
 
         if live.rollout is not None:
             live.rollout.end()
-        start, world = self._open(live.start)
+        opened = self._worlds.open(live.start)
         if live.prompt is None:
-            live.prompt = default_prompt(start)
+            live.prompt = default_prompt(opened.start)
         live.rollout = LiveRollout(
             self._config.world,
-            world,
-            start,
+            opened.world,
+            opened.start,
             prompt=live.prompt,
             seed=live.seed,
             trace_path=trace_file(self._config.trace_folder, live.session_id, live.epoch),
@@ -428,6 +427,14 @@ class Worker:
                 total_ms=total_s * 1000.0,
             )
         )
+        self._keep(rollout)
+
+    @staticmethod
+    def _keep(rollout: LiveRollout, *, at_once: bool = False) -> None:
+        try:
+            rollout.keep(at_once=at_once)
+        except OSError as error:  # a full disk: a worker that dies costs more then
+            _log.warning("snapshot_not_kept detail=%s", error)
 
     def _put(
         self,
@@ -454,27 +461,6 @@ class Worker:
         live.next_frame_id += 1
         self._report(FrameReady(slot=slot, meta=meta))
 
-    def _open(self, start_from: StartFrom) -> tuple[Start, World]:
-        """Open a world, or take the one that is open at this picture."""
-        if self._worlds is None or self._worlds[0] != start_from:
-            assert self._source is not None
-            start = read_start(
-                self._config.world, image=start_from.image_path, scene=start_from.scene
-            )
-            self._worlds = (start_from, start, self._source.open(start))
-        return self._worlds[1], self._worlds[2]
-
-    def _first_picture(self, start_from: StartFrom) -> NDArray[np.uint8]:
-        from stream.renderer import RendererWorld
-
-        image = self._open(start_from)[0].image
-        if image is not None:
-            return image.rgb_HWC
-        assert start_from.scene is not None
-        picture = RendererWorld(start_from.scene, self._config.world.geometry).first_picture()
-        rgb_HWC: NDArray[np.uint8] = picture.numpy()
-        return rgb_HWC
-
     def _end_session(self) -> None:
         live, self._live = self._live, None
         if live is None:
@@ -485,11 +471,3 @@ class Worker:
             except OSError as error:  # a full disk: the session ends all the same
                 _log.error("trace_not_completed detail=%s", error)
         self._report(SessionEnded(session_id=live.session_id))
-
-    def _device_bytes(self) -> int:
-        worlds = self._worlds
-        if worlds is None:  # torch may not be loaded yet: nothing to wait for here
-            return 0
-        from engine.device import held_bytes
-
-        return held_bytes(worlds[2].device)

@@ -1,13 +1,21 @@
-"""Where the worker gets its worlds: a seam, so that other worlds can be served by the same loop."""
+"""Where the worker gets its worlds: a seam, so that other worlds can be served by the same loop.
+
+Owns what is loaded and which world is open. Importing this module loads no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from stream.jobs import Start, WorldSpec
+from stream.jobs import Start, WorldSpec, read_start
+from stream.worker_messages import StartFrom
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from stream.session import World
 
 
@@ -40,3 +48,62 @@ class LoadedWorlds:
     def close(self) -> None:
         """Free the weights."""
         self._models.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenWorld:
+    """A world and the picture that it is open at."""
+
+    start_from: StartFrom
+    start: Start
+    world: World
+
+
+class Worlds:
+    """Worlds of one worker, of which one is open."""
+
+    def __init__(self, spec: WorldSpec, open_source: OpenSource) -> None:
+        self._spec = spec
+        self._open_source = open_source
+        self._source: WorldSource | None = None
+        self._open: OpenWorld | None = None
+
+    def open(self, start_from: StartFrom) -> OpenWorld:
+        """Open a world, or take the one that is open at this picture; the first call loads."""
+        if self._open is None or self._open.start_from != start_from:
+            if self._source is None:
+                self._source = self._open_source(self._spec)
+            start = read_start(self._spec, image=start_from.image_path, scene=start_from.scene)
+            world = self._source.open(start)
+            self._open = OpenWorld(start_from=start_from, start=start, world=world)
+        return self._open
+
+    def first_picture(self, start_from: StartFrom) -> NDArray[np.uint8]:
+        """Return the picture that a world begins with, uint8 RGB [H, W, 3]."""
+        from stream.renderer import RendererWorld
+
+        image = self.open(start_from).start.image
+        if image is not None:
+            return image.rgb_HWC
+        assert start_from.scene is not None
+        picture = RendererWorld(start_from.scene, self._spec.geometry).first_picture()
+        rgb_HWC: NDArray[np.uint8] = picture.numpy()
+        return rgb_HWC
+
+    def forget(self) -> None:
+        """Take no world as it is: its last step failed."""
+        self._open = None
+
+    def device_bytes(self) -> int:
+        """Memory that is held on the device of the open world; from any thread."""
+        opened = self._open
+        if opened is None:  # torch may not be loaded yet: nothing to wait for here
+            return 0
+        from engine.device import held_bytes
+
+        return held_bytes(opened.world.device)
+
+    def close(self) -> None:
+        """Free what is loaded."""
+        if self._source is not None:
+            self._source.close()

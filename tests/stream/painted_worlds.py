@@ -17,6 +17,7 @@ from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry
 from engine.errors import CheckpointError
 from engine.types import Action
 from stream.jobs import Start, WorldSpec
+from stream.session import WorldState
 from stream.trace import Digest
 from vae_stream.decoder import FrameChunk
 
@@ -51,6 +52,13 @@ class PaintedWorld:
         self._slow_s = float(when) if kind == "slow" else 0.0
         self._fault = kind if when.isdigit() else ""
         self._fault_chunk = int(when) if when.isdigit() else -1
+
+    def state(self) -> WorldState:
+        values = {"chunk": float(self._chunk), "walked": self._walked}
+        return WorldState(tensors={}, values=values)
+
+    def set_state(self, state: WorldState) -> None:
+        self._chunk, self._walked = int(state.values["chunk"]), state.values["walked"]
 
     def step(self, action: Action) -> Iterator[FrameChunk]:
         fault = self._fault if self._chunk == self._fault_chunk else ""

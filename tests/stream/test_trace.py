@@ -107,7 +107,7 @@ def _replace_line(path: Path, index: int, line: str) -> None:
     [
         (0, "{}", "header line"),
         (0, json.dumps({"type": "header", "version": 99}), "version 99"),
-        (0, json.dumps({"type": "header", "version": 1}), "prompt"),
+        (0, json.dumps({"type": "header", "version": TRACE_VERSION}), "prompt"),
         (1, "{", "line 2 is not JSON"),
         (1, "[]", "line 2 is not an object"),
         (1, json.dumps({"type": "chunk", "chunk_index": 3, "held": [], "digest": ""}), "expected"),
@@ -149,13 +149,23 @@ def test_unknown_axis_is_refused(tmp_path: Path) -> None:
         read_trace(path).chunks[0].action()
 
 
-def test_digest_is_sha256_of_the_bytes_in_order() -> None:
+def test_digest_is_a_chain_over_the_bytes_in_order() -> None:
     first, second = torch.arange(6.0).view(2, 3), torch.tensor([7, 8], dtype=torch.uint8)
     digest = Digest()
     digest.update(first.T.contiguous().T)
     digest.update(second)
-    expected = first.numpy().tobytes() + second.numpy().tobytes()
-    assert digest.hex() == hashlib.sha256(expected).hexdigest()
+    link = hashlib.sha256(bytes(32) + first.numpy().tobytes()).digest()
+    assert digest.hex() == hashlib.sha256(link + second.numpy().tobytes()).hexdigest()
+
+
+def test_digest_goes_on_from_its_value() -> None:
+    whole, first, rest = Digest(), Digest(), Digest()
+    whole.update(torch.zeros(3))
+    first.update(torch.zeros(3))
+    rest.resume(first.hex())
+    for digest in (whole, rest):
+        digest.update(torch.ones(2))
+    assert rest.hex() == whole.hex()
 
 
 def test_trace_lies_beside_the_video() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, preset
+from stream import live_rollout
 from stream.actions import ActionMailbox, ActionSnapshot, wall_ms
 from stream.command_inbox import merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing
@@ -347,6 +349,28 @@ def test_a_session_goes_on_from_a_trace(api: Api, tmp_path: Path) -> None:
     assert (shown.meta.frame_id, shown.meta.chunk) == (36, NO_CHUNK)
     assert np.array_equal(api.frames[-1][1], last_HWC)
     assert api.wait(ChunkStarted).chunk == 2
+
+
+def test_few_chunks_are_made_again_where_there_is_a_snapshot(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_rollout, "SNAPSHOT_CHUNKS", 3)
+    api.start("lake", is_paused=True)
+    for number in range(5):
+        api.send(StepOnce(id=number))
+        api.wait(ChunkDone)
+    for kept in tmp_path.glob("s-e3.*"):  # as a worker leaves them that dies
+        shutil.copyfile(kept, tmp_path / kept.name.replace("s-e3", "d-e0"))
+    api.send(
+        StartSession(
+            session_id="d", start=SCENE, epoch=1, resume_trace=tmp_path / "d-e0.trace.jsonl"
+        )
+    )
+    started = api.wait(SessionStarted)
+    assert (started.restored_chunk_count, started.is_same_world) == (5, True)
+    made_again = [each for each in api.reports if isinstance(each, Loading)]
+    assert len([each for each in made_again if each.stage == "restoring the world"]) == 2
+    assert [each.name for each in tmp_path.glob("d-*.snapshot")] == ["d-e1.snapshot"]
 
 
 def test_shutdown_ends_the_worker_in_mid_session(api: Api) -> None:
