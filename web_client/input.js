@@ -74,7 +74,11 @@ export class Input {
     addEventListener("blur", release);
     addEventListener("pagehide", release);
     document.addEventListener("visibilitychange", () => document.hidden && release());
-    document.addEventListener("pointerlockchange", () => document.pointerLockElement || release());
+    document.addEventListener("pointerlockchange", () => {
+      const hasMouse = document.pointerLockElement === this.stage;
+      this.stage.classList.toggle("has-mouse", hasMouse);
+      if (!hasMouse) release();
+    });
     document.addEventListener("focusin", (event) => isEditable(event.target) && release());
     // A menu takes the keys without a blur; the command key of a Mac swallows the release of others.
     addEventListener("contextmenu", release);

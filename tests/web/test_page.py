@@ -311,7 +311,9 @@ def test_mouse_looks_only_while_the_picture_has_it(page: Page, service: FakeServ
     page.mouse.move(360, 310)
     act = until(lambda: service.messages("act") and service.messages("act")[-1])
     assert act.look[0] > 0
+    assert page.is_visible("#mouse-hint")
     page.evaluate("document.exitPointerLock()")
+    page.wait_for_selector("#mouse-hint", state="hidden")
 
 
 def test_prompt_scene_seed_pause_and_step_are_sent(page: Page, service: FakeService) -> None:
