@@ -18,13 +18,14 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionNeed, select_backend
+from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
 from engine.attention.placement import Placement, PlacementOps, eager_ops
 from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
 from engine.block_ops import BlockOps, PlainBlockOps
 from engine.cache_buffers import BufferLender, BufferShape, allocate
 from engine.config import ModelConfig
 from engine.denoise import denoise_chunk, model_times
+from engine.device import send
 from engine.errors import ConfigError
 from engine.kv_cache import PackedCache, PlainCache, WindowTables
 from engine.layout import (
@@ -36,7 +37,7 @@ from engine.layout import (
     window_positions,
 )
 from engine.model.dit import TAG_AUDIO, TAG_VIDEO, MiniMaxH3Transformer
-from engine.model.prope import identity_projective, projective
+from engine.model.prope import Projective, identity_projective, projective
 from engine.model.rope import rope_tables
 from engine.parallel import Alone, Exchange
 from engine.passes import ChunkPasses, PassTables, pass_keys
@@ -110,7 +111,7 @@ class RolloutCore:
         model: MiniMaxH3Transformer,
         options: CoreOptions | None = None,
         *,
-        backend: AttentionBackend | None = None,
+        attention: AttentionPlan | None = None,
         ops: PlacementOps | None = None,
         block_ops: BlockOps | None = None,
         exchange: Exchange | None = None,
@@ -123,22 +124,20 @@ class RolloutCore:
         self.device = model.proj_in.weight.device
         self._ops = ops or eager_ops(self.device)
         self._block_ops: BlockOps = block_ops or PlainBlockOps(model)
-        if block_ops is not None and not self.options.packed_history:
+        is_plain = isinstance(self._block_ops, PlainBlockOps)
+        if not is_plain and not self.options.packed_history:
             raise ConfigError(
                 "packed_history is False; allowed with fused block ops: True, because the plain "
                 "cache keeps keys that only the plain ops make"
             )
         self._exchange = exchange or Alone()
         self.times: list[float] = model_times(self.config.sampler).tolist()
-        self.backend = backend or select_backend(
-            AttentionNeed(
-                device_type=self.device.type,
-                dtype=model.dtype,
-                head_dim=self.config.attention_head_dim,
-            )
-        )
+        if attention is None:
+            need = AttentionNeed.on(self.device, model.dtype, self.config.attention_head_dim)
+            attention = AttentionPlan.of(select_backend(need))
+        self.attention = attention
         self._passes = ChunkPasses(
-            model, self._block_ops, self.backend, self._exchange,
+            model, self._block_ops, attention.video, self._exchange,
             is_compiled=is_compiled, runner=runner,
         )  # fmt: skip
         if (is_compiled or runner is not None) and not self.options.are_all_taken:
@@ -159,6 +158,11 @@ class RolloutCore:
     def camera_dtype(self) -> torch.dtype:
         """Dtype of the camera matrices."""
         return torch.float32 if self.config.camera_dtype == "float32" else self.model.dtype
+
+    @property
+    def runner(self) -> GraphRunner | None:
+        """What records passes, if anything does."""
+        return self._passes.runner
 
     def renew(self) -> None:
         """Forget what was computed from the weights."""
@@ -269,7 +273,13 @@ class RolloutCore:
         expected = (state.inputs.text_BRE.shape[0], self.config.latents_per_chunk, 4, 4)
         if tuple(views_BT44.shape) != expected:
             raise ConfigError(f"views have shape {tuple(views_BT44.shape)}; allowed: {expected}")
-        camera = projective(views_BT44.to(self.device), self.camera_dtype)
+        # Built where the views are: on a GPU its constants alone would make the host wait.
+        camera = projective(views_BT44, self.camera_dtype)
+        camera = Projective(
+            query=send(camera.query, self.device),
+            key_value=send(camera.key_value, self.device),
+            output=send(camera.output, self.device),
+        )
         state.cache.begin(state.cache.committed, camera)
         self._passes.begin_chunk()
 
@@ -372,7 +382,7 @@ class RolloutCore:
         """
         x_BRD = self.model.embed_video(patchify(latents_BCTHW))
         ops = self._block_ops
-        chunk = ChunkAttend(backend=self.backend, cache=state.cache, ops=ops, keep=keep)
+        chunk = ChunkAttend(backend=self.attention.video, cache=state.cache, ops=ops, keep=keep)
         if self.options.prefix_cache:
             share = self._exchange.over(x_BRD.shape[1])
             modulations = self._modulations(
@@ -409,7 +419,7 @@ class RolloutCore:
 
     def _prefix_attend(self, state: CoreState) -> PrefixAttend:
         return PrefixAttend(
-            backend=self.backend,
+            plan=self.attention,
             cache=state.cache,
             layout=state.layout,
             placement=state.prefix_placement,

@@ -59,6 +59,13 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def send(value: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device without waiting for what is under way there."""
+    if device.type == "cuda" and value.device.type == "cpu":
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
+
+
 def available_gib(device: torch.device) -> float:
     """Free memory of the device, or of the machine for a CPU."""
     if device.type == "cuda":

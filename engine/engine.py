@@ -73,16 +73,23 @@ class Engine:
         self.device = model.proj_in.weight.device
         self.dtype = model.dtype
         self._text_encoder = text_encoder
-        parts = speed_parts(model, config)
+        world_size = 1 if exchange is None else exchange.world_size
+        parts = speed_parts(model, config, world_size=world_size)
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
             adaln_tables=config.adaln_tables,
             packed_history=config.packed_history,
         )
         self._core: RolloutCore | None = RolloutCore(
-            model, options, ops=parts.ops, block_ops=parts.block_ops, exchange=exchange,
-            is_compiled=parts.is_compiled, runner=parts.runner,
-        )  # fmt: skip
+            model,
+            options,
+            attention=parts.attention,
+            ops=parts.ops,
+            block_ops=parts.block_ops,
+            exchange=exchange,
+            is_compiled=parts.is_compiled,
+            runner=parts.runner,
+        )
 
     @classmethod
     def from_pretrained(
@@ -193,19 +200,37 @@ class Engine:
         return self._core
 
     def warm_up(self, on_progress: Callable[[WarmUpEvent], None] | None = None) -> None:
-        """Run every window shape once on a rollout that is thrown away."""
+        """Run every window shape once on a rollout that is thrown away; record the steady one.
+
+        Shorter windows are recorded while somebody plays. `graphs` lists what is recorded.
+        """
         start_s = time.perf_counter()
         anchor_BCTHW = torch.zeros(anchor_shape(self.model_config))
         rollout = self.new_rollout("", anchor_BCTHW=anchor_BCTHW)
-        total = self.model_config.window_chunks
+        windows = self.model_config.window_chunks
+        # The steady window comes once more for each of its two passes.
+        total = windows + (2 if self.config.graphs is True else 0)
         for done in range(total):
             self.step(rollout, Action.still())
+            label = f"window of {min(done + 1, windows)} chunks"
+            if done >= windows:
+                label += ", recorded"
+            elapsed_s = time.perf_counter() - start_s
+            _log.info("warm_up done=%d total=%d %s s=%.1f", done + 1, total, label, elapsed_s)
             if on_progress is not None:
-                elapsed_s = time.perf_counter() - start_s
-                label = f"window of {done + 1} chunks"
                 on_progress(
                     WarmUpEvent(done=done + 1, total=total, label=label, elapsed_s=elapsed_s)
                 )
+        _log.info("graphs %s", self.graphs)
+
+    @property
+    def graphs(self) -> str:
+        """Recorded passes with their times and memory, for people.
+
+        Raises: StateError after `close`.
+        """
+        runner = self.core.runner
+        return "none: each pass runs anew" if runner is None else runner.describe()
 
     def new_rollout(
         self,

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.attention.base import AttentionNeed, AttentionPlan
+from engine.attention.choice import group_shapes, measure_on, plan_attention
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
 from engine.block_ops import BlockOps, PlainBlockOps, Rows
 from engine.config import EngineConfig
@@ -35,6 +37,7 @@ CACHE_FOLDER = Path("~/.cache/worldstream")
 class SpeedParts:
     """What `RolloutCore` takes."""
 
+    attention: AttentionPlan
     ops: PlacementOps
     block_ops: BlockOps | None
     is_compiled: bool
@@ -77,8 +80,13 @@ def _no_compiler() -> str | None:
     return None if has_triton() else "triton is missing or does not know this device"
 
 
-def speed_parts(model: MiniMaxH3Transformer, config: EngineConfig) -> SpeedParts:
-    """Build what a resolved configuration asks for; linears may be replaced in the model."""
+def speed_parts(
+    model: MiniMaxH3Transformer, config: EngineConfig, *, world_size: int = 1
+) -> SpeedParts:
+    """Build what a resolved configuration asks for; linears may be replaced in the model.
+
+    Raises: UnsupportedError for an attention backend that this machine does not have.
+    """
     device = model.proj_in.weight.device
     block_ops: BlockOps | None = None
     ops = eager_ops(device)
@@ -93,10 +101,27 @@ def speed_parts(model: MiniMaxH3Transformer, config: EngineConfig) -> SpeedParts
     else:
         ops = PlacementOps()  # a compiler fuses multiply-adds, and takes products as they are
     return SpeedParts(
+        attention=_plan(model, config, world_size),
         ops=ops,
         block_ops=block_ops,
         is_compiled=config.compile == "full",
         runner=GraphRunner(CudaCapture(device)) if config.graphs is True else None,
+    )
+
+
+def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) -> AttentionPlan:
+    device, sizes = model.proj_in.weight.device, model.config
+    need = AttentionNeed.on(device, model.dtype, sizes.attention_head_dim)
+    heads = sizes.num_attention_heads // world_size
+    machine = "cpu"
+    if device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return plan_attention(
+        group_shapes(sizes, heads, need),
+        config.attention,
+        machine=machine,
+        record=CACHE_FOLDER.expanduser() / "attention.json",
+        measure=measure_on(device),
     )
 
 

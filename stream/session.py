@@ -94,6 +94,7 @@ class ModelWorld:
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         """Start a rollout and an empty decoder state."""
         self._digest = digest
+        self._rollout = None  # before the next one is there, which takes over its memory
         self._rollout = self._engine.new_rollout(prompt, anchor_BCTHW=self._anchor_BCTHW, seed=seed)
         self._decoder_state = self._decoder.new_state() if self._decoder else None
 

@@ -24,6 +24,19 @@ class AttentionNeed:
     device_type: str
     dtype: torch.dtype
     head_dim: int
+    capability: tuple[int, int] = (0, 0)
+    """Of a CUDA device."""
+
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionNeed:
+        """Need of a model on a device."""
+        is_cuda = device.type == "cuda"
+        return cls(
+            device_type=device.type,
+            dtype=dtype,
+            head_dim=head_dim,
+            capability=torch.cuda.get_device_capability(device) if is_cuda else (0, 0),
+        )
 
 
 class AttentionBackend(Protocol):
@@ -40,18 +53,43 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionPlan:
+    """Backend of each group of rows."""
+
+    conditioning: AttentionBackend
+    audio: AttentionBackend
+    video: AttentionBackend
+
+    @classmethod
+    def of(cls, backend: AttentionBackend) -> AttentionPlan:
+        """One backend for all."""
+        return cls(conditioning=backend, audio=backend, video=backend)
+
+
+def backends() -> dict[BackendName, AttentionBackend]:
+    """All backends, whether this machine has them or not."""
+    from engine.attention.flash import Fa3Backend, Fa4Backend, FlexBackend
+    from engine.attention.sdpa import KernelBackend, MathBackend, ProductsBackend, SdpaBackend
+
+    return {
+        "sdpa": SdpaBackend(),
+        "cudnn": KernelBackend("cudnn", width_limit=128),
+        "flash": KernelBackend("flash", width_limit=256),
+        "flex": FlexBackend(),
+        "fa3": Fa3Backend(),
+        "fa4": Fa4Backend(),
+        "products": ProductsBackend(),
+        "math": MathBackend(),
+    }
+
+
 def select_backend(need: AttentionNeed, prefer: BackendName = "auto") -> AttentionBackend:
     """Choose a backend; "auto" is the products for bfloat16 on a CPU and torch SDPA elsewhere.
 
     Raises: ConfigError for an unknown name, UnsupportedError with the backend's reason.
     """
-    from engine.attention.sdpa import MathBackend, ProductsBackend, SdpaBackend
-
-    choices: dict[str, AttentionBackend] = {
-        "sdpa": SdpaBackend(),
-        "products": ProductsBackend(),
-        "math": MathBackend(),
-    }
+    choices = backends()
     if prefer == "auto":
         is_bf16_cpu = need.device_type == "cpu" and need.dtype == torch.bfloat16
         prefer = "products" if is_bf16_cpu else "sdpa"

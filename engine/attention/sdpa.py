@@ -1,17 +1,43 @@
-"""Attention by torch: the fused product and the exact one.
+"""Attention by torch: the fused products and the exact one.
 
-Owns `SdpaBackend` (cuDNN, flash or math, as torch dispatches), `ProductsBackend` for bfloat16 on a
-CPU, and `MathBackend`, the oracle.
+Owns `SdpaBackend` (what torch dispatches to), the kernels of torch by name, `ProductsBackend` for
+bfloat16 on a CPU, and `MathBackend`, the oracle. A compiler sees each fused product as one opaque
+operator: it would otherwise choose a kernel while it traces, and fix the number of keys with it.
+
+Keys are not padded to a multiple of 128, though cuDNN is about a tenth faster then: padded keys
+need a mask to have no weight, and torch hands cuDNN masks as an addend of the size of the logits.
 Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.attention.base import AttentionNeed
+
+_KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def _attend(q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor, kernel: str) -> Tensor:
+    q, k, v = q_BRNK.transpose(1, 2), k_BSNK.transpose(1, 2), v_BSNK.transpose(1, 2)
+    with sdpa_kernel(_KERNELS[kernel]) if kernel in _KERNELS else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+@torch.library.custom_op("worldstream::sdpa", mutates_args=())
+def sdpa_op(q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor, kernel: str) -> Tensor:
+    """Full attention by a kernel of torch, "sdpa" for its own choice; dense [B, R, N, K]."""
+    return _attend(q_BRNK, k_BSNK, v_BSNK, kernel).contiguous()
+
+
+@sdpa_op.register_fake
+def _(q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor, kernel: str) -> Tensor:
+    return q_BRNK.new_empty(q_BRNK.shape)
 
 
 class SdpaBackend:
@@ -25,8 +51,36 @@ class SdpaBackend:
 
     def __call__(self, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> Tensor:
         """Return [B, R, N, K]."""
-        q, k, v = q_BRNK.transpose(1, 2), k_BSNK.transpose(1, 2), v_BSNK.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        if torch.compiler.is_compiling():
+            return sdpa_op(q_BRNK, k_BSNK, v_BSNK, self.name)
+        return _attend(q_BRNK, k_BSNK, v_BSNK, self.name)
+
+
+class KernelBackend(SdpaBackend):
+    """One kernel of torch on CUDA: "cudnn" or "flash"."""
+
+    def __init__(self, name: str, width_limit: int) -> None:
+        self.name = name
+        self._width_limit = width_limit
+
+    def refusal(self, need: AttentionNeed) -> str | None:
+        """Serve half precision on Ampere and later."""
+        return half_precision_refusal(need, (8, 0), self._width_limit)
+
+
+def half_precision_refusal(
+    need: AttentionNeed, capability: tuple[int, int], width_limit: int
+) -> str | None:
+    """Return why a kernel for half precision on CUDA cannot serve, or None."""
+    if need.device_type != "cuda":
+        return f"made for cuda, not {need.device_type}"
+    if need.dtype not in (torch.bfloat16, torch.float16):
+        return f"made for bfloat16 and float16, not {need.dtype}"
+    if need.head_dim > width_limit or need.head_dim % 8:
+        return f"heads are {need.head_dim} wide; allowed: multiples of 8 up to {width_limit}"
+    if need.capability < capability:
+        return f"the device has capability {need.capability}; needed: {capability}"
+    return None
 
 
 class MathBackend:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionBackend, AttentionPlan
 from engine.attention.placement import Placement
 from engine.block_ops import RowOps, Rows, join_rows
 from engine.kv_cache import WindowCache
@@ -28,7 +28,7 @@ from engine.layout import PrefixLayout
 class PrefixAttend:
     """Prefix rows among themselves; leaves their placed keys and values in the cache."""
 
-    backend: AttentionBackend
+    plan: AttentionPlan
     cache: WindowCache
     layout: PrefixLayout
     placement: Placement
@@ -40,8 +40,8 @@ class PrefixAttend:
         q_BRNK = self.ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
         k_BRNK, v_BRNK = slot.key_BRNK, slot.value_BRNK
         rows = self.layout.conditioning_rows
-        conditioning = self.backend(q_BRNK[:, :rows], k_BRNK[:, :rows], v_BRNK[:, :rows])
-        audio = self.backend(q_BRNK[:, rows:], k_BRNK, v_BRNK)
+        conditioning = self.plan.conditioning(q_BRNK[:, :rows], k_BRNK[:, :rows], v_BRNK[:, :rows])
+        audio = self.plan.audio(q_BRNK[:, rows:], k_BRNK, v_BRNK)
         return self.ops.output(layer, torch.cat([conditioning, audio], dim=1), self.placement)
 
     def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:

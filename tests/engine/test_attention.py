@@ -70,7 +70,10 @@ def test_automatic_choice(device, dtype, name):
 
 
 def test_unknown_backend_is_refused():
-    with pytest.raises(ConfigError, match="'fast'; allowed: auto, sdpa, products, math"):
+    with pytest.raises(
+        ConfigError,
+        match="'fast'; allowed: auto, sdpa, cudnn, flash, flex, fa3, fa4, products, math",
+    ):
         select_backend(NEED, "fast")
 
 

@@ -1,0 +1,134 @@
+"""Choice of the attention backend: by measurement, once, with its reasons."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.base import AttentionNeed, backends
+from engine.attention.choice import choose, group_shapes, plan_attention
+from engine.config import preset
+from engine.errors import UnsupportedError
+
+pytestmark = pytest.mark.cpu
+
+HOPPER = AttentionNeed(device_type="cuda", dtype=torch.bfloat16, head_dim=128, capability=(9, 0))
+SHAPES = group_shapes(preset("h3_33b").model, 56, HOPPER)
+
+
+class Timed:
+    """A measurement that is looked up, and what was asked of it."""
+
+    def __init__(self, **times_ms: float) -> None:
+        self.times_ms = times_ms
+        self.asked: list[tuple[str, str]] = []
+
+    def __call__(self, backend, shape) -> float:
+        self.asked.append((backend.name, shape.group))
+        if backend.name not in self.times_ms:
+            raise RuntimeError(f"{backend.name} has no kernel for this\nmore")
+        return self.times_ms[backend.name]
+
+
+def _plan(record: Path, measure: Timed, prefer="auto", need=HOPPER, machine="H200"):
+    shapes = group_shapes(preset("h3_33b").model, 56, need)
+    return plan_attention(shapes, prefer, machine=machine, record=record, measure=measure)
+
+
+def test_groups_of_the_large_model():
+    assert [(each.group, each.rows, each.keys) for each in SHAPES] == [
+        ("conditioning", 512 + 1008, 512 + 1008),
+        ("audio", 526, 512 + 1008 + 526),
+        ("video", 5040, 512 + 1008 + 526 + 6 * 5040),
+    ]
+
+
+def test_the_fastest_is_chosen_and_says_why():
+    choice = choose(SHAPES[2], Timed(sdpa=8.3, cudnn=4.6, flash=8.2))
+    assert choice.name == "cudnn"
+    assert choice.times_ms == {"sdpa": 8.3, "cudnn": 4.6, "flash": 8.2}
+    assert "video 5040x32286x56x128 bfloat16: cudnn (cudnn 4.600 ms" in choice.reason
+    assert "fa3: the package flash_attn_interface is not installed" in choice.reason
+
+
+def test_a_near_tie_stays_with_torch():
+    assert choose(SHAPES[0], Timed(sdpa=1.0, cudnn=0.96, flash=1.2)).name == "sdpa"
+
+
+def test_a_kernel_that_cannot_serve_is_refused_with_its_words():
+    choice = choose(SHAPES[0], Timed(sdpa=1.0, flash=0.5))
+    assert choice.name == "flash"
+    assert choice.refused["cudnn"] == "cudnn has no kernel for this"
+
+
+def test_each_group_is_measured_once_a_machine(tmp_path):
+    record, first = tmp_path / "sub" / "attention.json", Timed(sdpa=2.0, cudnn=1.0, flash=2.0)
+    plan = _plan(record, first)
+    assert (plan.conditioning.name, plan.audio.name, plan.video.name) == ("cudnn",) * 3
+    assert len(first.asked) == 9
+    again = Timed(sdpa=1.0, cudnn=2.0, flash=2.0)
+    assert _plan(record, again).video.name == "cudnn"
+    assert again.asked == []
+    assert _plan(record, again, machine="H100").video.name == "sdpa"
+
+
+def test_a_remembered_backend_that_has_gone_is_measured_anew(tmp_path):
+    record = tmp_path / "attention.json"
+    record.write_text(json.dumps({f"H200, {shape}": "fa3" for shape in SHAPES}))
+    assert _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=2.0)).video.name == "cudnn"
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"H200": 5}'])
+def test_a_damaged_record_is_done_without(tmp_path, text):
+    record = tmp_path / "attention.json"
+    record.write_text(text)
+    assert _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=2.0)).video.name == "cudnn"
+
+
+def test_a_record_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    _plan(tmp_path / "file" / "attention.json", Timed(sdpa=1.0, cudnn=2.0, flash=2.0))
+    assert "attention_not_remembered" in caplog.text
+
+
+def test_a_name_is_taken_without_measuring(tmp_path):
+    measure = Timed()
+    assert _plan(tmp_path / "a", measure, prefer="flash").audio.name == "flash"
+    assert measure.asked == []
+
+
+def test_a_name_that_refuses_says_why(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"fa4 refuses .*the package flash_attn\.cute is n"):
+        _plan(tmp_path / "a", Timed(), prefer="fa4")
+
+
+def test_a_cpu_measures_nothing(tmp_path):
+    need = AttentionNeed(device_type="cpu", dtype=torch.float32, head_dim=64)
+    measure = Timed()
+    assert _plan(tmp_path / "a", measure, need=need).video.name == "sdpa"
+    assert measure.asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("cudnn", {"device_type": "cpu"}, "made for cuda, not cpu"),
+        ("cudnn", {"dtype": torch.float32}, "made for bfloat16 and float16, not torch.float32"),
+        ("cudnn", {"head_dim": 256}, "multiples of 8 up to 128"),
+        ("flash", {"capability": (7, 5)}, r"capability \(7, 5\); needed: \(8, 0\)"),
+        ("fa3", {"capability": (10, 0)}, r"capability \(10, 0\); needed: \(9, 0\)"),
+        ("flex", {"device_type": "cpu"}, "made for cuda, not cpu"),
+        ("flex", {"head_dim": 96}, "powers of two"),
+        ("products", {}, "made for cpu, not cuda"),
+    ],
+)
+def test_refusals(name, changes, reason):
+    need = AttentionNeed(
+        **{"device_type": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "capability": (9, 0)}
+        | changes
+    )
+    assert re.search(reason, backends()[name].refusal(need))
