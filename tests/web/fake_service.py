@@ -53,6 +53,7 @@ class FakeService:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.url = ""
         self.video_on = True
+        self.closes_at_once: int | None = None
         self._sends_video = False
         self._seq = 0
         self._frame = 0
@@ -130,6 +131,9 @@ class FakeService:
 
     async def _talk(self, socket: WebSocket) -> None:
         await socket.accept(p.PROTOCOL)
+        if self.closes_at_once is not None:
+            await socket.close(self.closes_at_once)
+            return
         self.loop, self.socket, self._sends_video = asyncio.get_running_loop(), socket, False
         video = asyncio.create_task(self._video(socket))
         try:

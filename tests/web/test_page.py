@@ -205,12 +205,39 @@ def test_reloaded_page_returns_to_the_same_world(page: Page, service: FakeServic
     assert service.created[-1]["resume"].startswith("resume-")
 
 
-def test_other_window_ends_this_one_for_good(page: Page, service: FakeService) -> None:
+@pytest.mark.parametrize("code", [1011, 1013, 4429, 4500])
+def test_page_comes_back_after_what_passes(page: Page, service: FakeService, code: int) -> None:
     play(page, service)
-    service.close_socket(4409)
-    wait_for_headline(page, "You play in another window")
+    service.close_socket(code)
+    until(lambda: len(service.created) == 2)
+    page.wait_for_selector("body[data-state=READY]")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (4400, "did not understand this page"),
+        (4404, "This world has ended"),
+        (4408, "The world was put away"),
+        (4409, "You play in another window"),
+        (4410, "The world was put away"),
+        (4411, "Time is up"),
+    ],
+)
+def test_page_stops_and_says_so(page: Page, service: FakeService, code: int, words: str) -> None:
+    play(page, service)
+    service.close_socket(code)
+    wait_for_headline(page, words)
     time.sleep(0.6)  # twice the first back-off
     assert len(service.created) == 1
+    assert page.is_visible("#overlay-button")
+
+
+def test_refused_ticket_is_replaced_once(page: Page, service: FakeService) -> None:
+    service.closes_at_once = CLOSE_CODE[ErrorCode.UNAUTHORIZED]
+    page.goto(service.url)
+    wait_for_headline(page, "This server wants a token")
+    assert len(service.created) == 2
 
 
 def test_held_key_is_an_edge_then_fresh_snapshots_then_a_release(
