@@ -143,8 +143,7 @@ class Transports(MediaEvents):
                 role=_role(viewer),
             )
         except OfferError as error:
-            log.info("offer_refused", code=error.code, detail=error.detail)
-            viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
+            self._refuse(viewer, error)
             return
         viewer.socket.send(server.RtcAnswer(gen=offer.gen, sdp=answer.sdp, codec=str(answer.codec)))
 
@@ -164,7 +163,12 @@ class Transports(MediaEvents):
                 viewer.id, message.gen, message.candidate, message.mid, message.mline
             )
         except OfferError as error:
-            viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
+            self._refuse(viewer, error)
+
+    def _refuse(self, viewer: Viewer, error: OfferError) -> None:
+        log.info("offer_refused", code=error.code, detail=error.detail)
+        self._around.metrics.errors.labels(code=error.code).inc()
+        viewer.socket.refuse(ProtocolError(ErrorCode(error.code), error.detail))
 
     def choose(self, viewer: Viewer, message: client.Media) -> None:
         """Change a viewer's transport.

@@ -145,6 +145,17 @@ def test_spectator_by_data_channel_cannot_steer(
     assert service.live.registry.get(session_id).last_seq < 1_000
 
 
+def test_offer_that_cannot_be_used_is_refused_and_counted(
+    service: Service, join: Callable[..., Client]
+) -> None:
+    client = play(join)
+    name = 'errors_total{code="BAD_MESSAGE"}'
+    before = metric(service, name)
+    client.send(t="rtc.offer", gen=1, sdp="v=0")
+    client.until("err", code="BAD_MESSAGE")
+    assert metric(service, name) == before + 1
+
+
 def test_socket_chosen_while_an_offer_is_in_hand_wins(
     service: Service, join: Callable[..., Client]
 ) -> None:
