@@ -58,6 +58,13 @@ def tiny_model(config: ModelConfig, seed: int = 0) -> MiniMaxH3Transformer:
     ).core.model
 
 
+def unpacked_model(config: ModelConfig, seed: int = 0) -> MiniMaxH3Transformer:
+    """Return `tiny_model` with plain linears, whatever an engine makes of them on this machine."""
+    model = MiniMaxH3Transformer(config)
+    model.load_state_dict(tiny_model(config, seed).state_dict())
+    return model.requires_grad_(False).eval()
+
+
 def random_anchor(config: ModelConfig, seed: int = 0, batch_size: int = 1) -> Tensor:
     """Return the latent of a first picture that shows nothing."""
     generator = torch.Generator().manual_seed(seed)

@@ -88,3 +88,9 @@ LOSSY_LINK_SHARE = {0.01: 0.97, 0.05: 0.85}
 # within some fp32 ulps of a rounding boundary falls to the other side. 2^-16 of a bf16 step either
 # way a rounding, a handful of roundings a value, and a step is carried on by what follows: 0.1 %.
 EAGER_EQUAL_SHARE = 0.999
+# A fused rollout in bf16 or in eight bits against the distance of the plain one from fp32, RMS: two
+# samples of the same rounding noise, as BF16_GOLDEN_RATIO.
+FUSED_ROLLOUT_RATIO = 1.5
+# e4m3 has a step of 1/8 to 1/16 of a value: 2.6 % RMS, 31.5 dB, of weights and of rows; both in a
+# product give 28.5 dB. The bar of torchao.
+FP8_LINEAR_SQNR_DB = 25.0

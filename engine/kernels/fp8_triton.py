@@ -23,7 +23,7 @@ _ROW_TILE = 2048
 def _quantize_kernel(x_ptr, codes_ptr, factor_ptr, x_row, WIDTH: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = x_ptr + row * x_row
-    largest = tl.zeros((TILE,), tl.float32)
+    largest = tl.full((TILE,), 0.0, tl.float32)
     for begin in range(0, WIDTH, TILE):
         column = begin + tl.arange(0, TILE)
         largest = tl.maximum(largest, tl.abs(load_wide(at + column, column < WIDTH)))

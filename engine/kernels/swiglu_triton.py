@@ -52,7 +52,7 @@ def _swiglu_fp8_kernel(
     batch, row = program // rows, program % rows
     kind: tl.constexpr = z_ptr.dtype.element_ty
     at = z_ptr + batch * z_batch + row * z_row
-    largest = tl.zeros((TILE,), tl.float32)
+    largest = tl.full((TILE,), 0.0, tl.float32)
     for begin in range(0, WIDTH, TILE):
         column = begin + tl.arange(0, TILE)
         out = _gated(at + column, WIDTH, column < WIDTH, kind, EAGER).to(kind).to(tl.float32)

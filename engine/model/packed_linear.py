@@ -44,7 +44,7 @@ def can_pack(device: torch.device) -> bool:
 
 
 def pack_blocks(model: MiniMaxH3Transformer, rows: int) -> None:
-    """Replace the linears of the main blocks.
+    """Replace the plain linears of the main blocks; those in eight bits stay.
 
     Args:
         model: on a CPU; not to be trained any more.
@@ -62,4 +62,5 @@ def pack_blocks(model: MiniMaxH3Transformer, rows: int) -> None:
             (feed_forward, "2"),
         ):
             linear = getattr(owner, name)
-            setattr(owner, name, PackedLinear(linear.weight, rows))
+            if isinstance(linear, nn.Linear):
+                setattr(owner, name, PackedLinear(linear.weight, rows))

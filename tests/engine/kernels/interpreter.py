@@ -1,8 +1,9 @@
-"""Triton's interpreter with the rounding of a GPU.
+"""Triton's interpreter with the rounding of a GPU, and in half the time.
 
 As shipped it cuts bf16 off instead of rounding it, and carries a rounded e4m3 mantissa wrongly; a
-GPU rounds to nearest, ties to even, as torch does on any device. Owns the one change that lends
-torch's conversions to it.
+GPU rounds to nearest, ties to even, as torch does on any device. It also replaces the whole
+language anew at each call from one kernel function to another; once a launch is enough.
+Owns the two changes that mend this for a process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ _TORCH = {
 }
 
 
+_REPLACED: set[str] = set()
+"""Modules of Triton's own functions, which see the language by another name."""
+
+
 def _convert(bits: Any, source: Any, target: Any, rounding: Any) -> Any:
     """Return the unsigned bits of values [...] in the target type."""
     dtype, integer = _TORCH[source]
@@ -32,6 +37,16 @@ def _convert(bits: Any, source: Any, target: Any, rounding: Any) -> Any:
     return rounded.view(getattr(np, f"uint{target.primitive_bitwidth}")).reshape(bits.shape)
 
 
-def round_like_a_gpu() -> None:
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a function inside a launch, which has replaced the language where kernels see it."""
+    module = function.fn.__module__
+    if module.startswith("triton.") and module not in _REPLACED:
+        interpreter._patch_lang(function.fn)
+        _REPLACED.add(module)
+    return function.rewrite()(*args, **kwargs)
+
+
+def mend_interpreter() -> None:
     """Change the interpreter of this process, which has to have been started in that mode."""
     interpreter._convert_float = _convert
+    interpreter.InterpretedFunction.__call__ = _call

@@ -1,0 +1,193 @@
+"""The blocks by fused kernels: `BlockOps` whose work between the products is one pass each.
+
+    x --norm, modulation--> q k v --norm, RoPE, PRoPE, into the cache--> attention --PRoPE-->
+    output product --gate, sum, norm, modulation--> up --SwiGLU--> down --gate, sum--> x
+
+Owns `fused_block_ops`. Queries, keys and values are one product, whose weights lie in one piece;
+between `project` and `place` they are as projected, not normalised. Where a linear is in eight bits
+the kernel before it ends with the quantisation of its rows. The plain code of the blocks still runs
+on the same weights and is the oracle.
+Shape suffixes: B batch, R rows, D width, N heads, K head width, M runs of rows with one modulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.placement import Placement
+from engine.block_ops import BlockOps, Fp8Rows, Rows, Slot
+from engine.errors import UnsupportedError
+from engine.kernels import adaln, fp8_linear, qknorm_rope, swiglu
+from engine.kernels.reference import Rounding
+from engine.model.dit import MiniMaxH3Transformer, RMSNorm
+from engine.quant import Fp8Linear, block_linears
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Product:
+    """Weights [N, K] of one product; with ``scale_N`` in eight bits."""
+
+    weight_NK: Tensor
+    scale_N: Tensor | None
+
+    def __call__(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        if self.scale_N is None:
+            assert isinstance(rows, Tensor)
+            return F.linear(rows, self.weight_NK)
+        if isinstance(rows, Tensor):
+            rows = Fp8Rows(*fp8_linear.quantize_rows(rows))
+        return fp8_linear.fp8_linear(rows.codes, rows.scale, self.weight_NK, self.scale_N, dtype)
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Block:
+    """Weights of one block."""
+
+    norm1: RMSNorm
+    norm2: RMSNorm
+    norm_q: RMSNorm
+    norm_k: RMSNorm
+    qkv: _Product
+    out: _Product
+    up: _Product
+    down: _Product
+
+
+def fused_block_ops(model: MiniMaxH3Transformer, rounding: Rounding) -> BlockOps:
+    """Return the fused form of a model's blocks.
+
+    The weights of queries, keys and values move into one piece, of which the plain linears keep
+    views; nothing is copied twice. What `quant.quantize_` did to the model is kept to.
+
+    Args:
+        model: on CUDA; its linears are not replaced afterwards.
+        rounding: "eager" rounds where the plain code does, "fast" once at each store.
+
+    Raises: UnsupportedError for linears that are neither plain nor in eight bits.
+    """
+    return _FusedBlockOps(model, rounding)
+
+
+class _FusedBlockOps:
+    def __init__(self, model: MiniMaxH3Transformer, rounding: Rounding) -> None:
+        config = model.config
+        self._rounding: Rounding = rounding
+        self._heads, self._width = config.num_attention_heads, config.attention_head_dim
+        self._blocks: list[_Block] = []
+        for layer in range(config.num_layers):
+            block = model.block(layer)
+            products = {
+                str(name): _product([getattr(owner, attribute) for owner, attribute in places])
+                for name, places in block_linears(block).items()
+            }
+            attention = block.attn
+            self._blocks.append(
+                _Block(
+                    norm1=block.norm1,
+                    norm2=block.norm2,
+                    norm_q=attention.norm_q,
+                    norm_k=attention.norm_k,
+                    **products,
+                )
+            )
+
+    def project(
+        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v as projected, views of one product."""
+        block = self._blocks[layer]
+        norm = (block.norm1.weight, modulation_BM6D, block.norm1.eps, self._rounding)
+        rows: Rows
+        if block.qkv.scale_N is None:
+            rows = adaln.norm_modulate(x_BRD, *norm)
+        else:
+            rows = Fp8Rows(*adaln.norm_modulate_fp8(x_BRD, *norm))
+        qkv_BR3NK = block.qkv(rows, x_BRD.dtype).unflatten(-1, (3, self._heads, self._width))
+        q_BRNK, k_BRNK, v_BRNK = qkv_BR3NK.unbind(2)
+        return q_BRNK, k_BRNK, v_BRNK
+
+    def place(
+        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, slot: Slot
+    ) -> Tensor:
+        """Take what `project` returned."""
+        block, placement = self._blocks[layer], slot.placement
+        camera = placement.camera
+        return qknorm_rope.place(
+            q_BRNK, k_BRNK, v_BRNK, block.norm_q.weight, block.norm_k.weight, placement.cos_RK,
+            placement.sin_RK, camera.query, camera.key_value, slot.key_BRNK, slot.value_BRNK,
+            slot.raw_BRNK, block.norm_q.eps, self._rounding,
+        )  # fmt: skip
+
+    def output(self, layer: int, o_BRNK: Tensor, placement: Placement) -> Rows:
+        """Return [B, R, N, K], or codes [B, R, N*K].
+
+        Where a rank has some of the heads only, rows are quantised after they are joined.
+        """
+        start, matrix = placement.cos_RK.shape[-1], placement.camera.output
+        has_all_heads = o_BRNK.shape[2] == self._heads
+        if self._blocks[layer].out.scale_N is not None and has_all_heads:
+            return Fp8Rows(*qknorm_rope.turn_output_fp8(o_BRNK, matrix, start))
+        return qknorm_rope.turn_output(o_BRNK, matrix, start).unflatten(-1, (-1, self._width))
+
+    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
+        """Take what `output` returned."""
+        block, rounding, dtype = self._blocks[layer], self._rounding, x_BRD.dtype
+        branch_BRD = block.out(o.flatten(-2) if isinstance(o, Tensor) else o, dtype)
+        norm = (block.norm2.weight, modulation_BM6D, block.norm2.eps, rounding)
+        rows: Rows
+        if block.up.scale_N is None:
+            x_BRD, rows = adaln.add_norm_modulate(x_BRD, branch_BRD, *norm)
+        else:
+            x_BRD, *quantized = adaln.add_norm_modulate_fp8(x_BRD, branch_BRD, *norm)
+            rows = Fp8Rows(*quantized)
+        z_BRF = block.up(rows, dtype)
+        if block.down.scale_N is None:
+            rows = swiglu.swiglu(z_BRF, rounding)
+        else:
+            rows = Fp8Rows(*swiglu.swiglu_fp8(z_BRF, rounding))
+        return adaln.add_gated(x_BRD, block.down(rows, dtype), modulation_BM6D, rounding)
+
+    def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
+        """Rotate in place."""
+        qknorm_rope.rotate(raw_BRNK, cos_RK, sin_RK, key_BRNK, self._rounding)
+
+
+def _product(modules: Sequence[nn.Module]) -> _Product:
+    """One product of the linears side by side."""
+    kinds = [type(module).__name__ for module in modules]
+    if all(isinstance(module, Fp8Linear) for module in modules):
+        return _Product(weight_NK=_joined(modules, "codes_NK"), scale_N=_joined(modules, "scale_N"))
+    if all(isinstance(module, nn.Linear) for module in modules):
+        return _Product(weight_NK=_joined(modules, "weight"), scale_N=None)
+    raise UnsupportedError(
+        f"linears are {', '.join(kinds)}; allowed: Linear, or Fp8Linear for all that go together"
+    )
+
+
+def _joined(modules: Sequence[nn.Module], name: str) -> Tensor:
+    """Join a tensor of each module along axis 0; the modules get views of the whole."""
+    parts: list[Tensor] = [getattr(module, name).detach() for module in modules]
+    joined = _in_one_piece(parts)
+    if joined is None:
+        joined = torch.cat(parts)
+        views = joined.split([part.shape[0] for part in parts])
+        for module, view in zip(modules, views, strict=True):
+            getattr(module, name).data = view
+    return joined
+
+
+def _in_one_piece(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensor that the parts make along axis 0 if they lie one behind the other."""
+    first, offset = parts[0], parts[0].storage_offset()
+    for part in parts:
+        is_next = part.storage_offset() == offset and part.is_contiguous()
+        if part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or not is_next:
+            return None
+        offset += part.numel()
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return first.as_strided(shape, first.stride(), first.storage_offset())
