@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,12 +17,16 @@ from engine.config import Geometry, ModelConfig
 from engine.core import CoreOptions, RolloutCore
 from engine.kernels.exchange import merge_heads_reference, pack_heads_reference
 from engine.parallel import Alone, Exchange, Ulysses
+from engine.prefix import PrefixInputs
+from graphs.capture import CudaCapture
+from graphs.runner import GraphRunner
 from tests.tiny import chunk_noise, random_prefix, tiny_config, tiny_model, walk_views
 
 CHUNKS = 8
 PLAIN = CoreOptions(prefix_cache=False, adaln_tables=False, packed_history=False)
 CASES = {"cached": (CoreOptions(), CHUNKS, 2), "plain": (PLAIN, 2, 1)}
 """Options, chunks, batch."""
+CPU = torch.device("cpu")
 
 
 def ranks_config() -> ModelConfig:
@@ -34,19 +41,33 @@ def ranks_config() -> ModelConfig:
     )
 
 
-def rollout(exchange: Exchange, options: CoreOptions, chunks: int, batch_size: int) -> Tensor:
+def rollout(
+    exchange: Exchange,
+    options: CoreOptions,
+    chunks: int,
+    batch_size: int,
+    *,
+    device: torch.device = CPU,
+    runner: GraphRunner | None = None,
+) -> Tensor:
     """Latents of a walk with given latents, an undo and another prompt of another length."""
     config = ranks_config()
-    core = RolloutCore(tiny_model(config), options, ops=PlacementOps(), exchange=exchange)
+    model = tiny_model(config).to(device)
+    core = RolloutCore(model, options, ops=PlacementOps(), exchange=exchange, runner=runner)
+
+    def prefix(**changes: int) -> PrefixInputs:
+        made = random_prefix(config, batch_size=batch_size, **changes)
+        names = [field.name for field in dataclasses.fields(made)]
+        return PrefixInputs(**{name: getattr(made, name).to(device) for name in names})
+
     views_BT44 = walk_views(config, chunks).expand(batch_size, -1, -1, -1)
-    state = core.begin(random_prefix(config, batch_size=batch_size))
+    state = core.begin(prefix())
     made = []
     for index in range(chunks):
-        start, *step_noise = chunk_noise(config, index, batch_size)
+        start, *step_noise = (each.to(device) for each in chunk_noise(config, index, batch_size))
         views = views_BT44[:, 5 * index : 5 * index + 5]
         if index == chunks - 1:
-            prefix = random_prefix(config, seed=1, batch_size=batch_size, text_rows=7)
-            core.switch_prefix(state, prefix)
+            core.switch_prefix(state, prefix(seed=1, text_rows=7))
         latents_BCTHW = core.denoise(state, start, step_noise, views)
         core.refresh(state, latents_BCTHW)
         if index == 1:
@@ -56,16 +77,16 @@ def rollout(exchange: Exchange, options: CoreOptions, chunks: int, batch_size: i
             )
             core.refresh(state, latents_BCTHW)
         made.append(latents_BCTHW)
-    return torch.stack(made)
+    return torch.stack(made).cpu()
 
 
-def movements(exchange: Ulysses) -> dict[str, bool]:
+def movements(exchange: Ulysses, device: torch.device = CPU) -> dict[str, bool]:
     """Whether each exchange moves every bit to where the permutes say."""
     generator = torch.Generator().manual_seed(3)
     rows, heads, ranks, rank = 11, 6, exchange.world_size, exchange.rank
     outcome = {}
     for dtype in (torch.float32, torch.bfloat16):
-        q, k, v = torch.randn(3, 2, rows, heads, 8, generator=generator).to(dtype)
+        q, k, v = torch.randn(3, 2, rows, heads, 8, generator=generator).to(device, dtype)
         share = exchange.over(rows)
         mine = slice(rank * heads // ranks, (rank + 1) * heads // ranks)
         got = share.to_heads(*(share.own(part) for part in (q, k, v)))
@@ -94,9 +115,37 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def run_ranks(ranks: int, folder: Path) -> list[tuple[dict[str, Tensor], dict[str, bool]]]:
+def run_cuda_rank(rank: int, ranks: int, folder: str) -> None:
+    """The same over NCCL, with and without graphs, and what one rank alone makes."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "nccl", init_method=store, rank=rank, world_size=ranks, device_id=device
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    exchange = Ulysses(6, group)
+    options = CoreOptions()
+    latents = {
+        "single": rollout(Alone(), options, CHUNKS, 1, device=device),
+        "shared": rollout(exchange, options, CHUNKS, 1, device=device),
+    }
+    runner = GraphRunner(CudaCapture(device))
+    latents["graphs"] = rollout(exchange, options, CHUNKS, 1, device=device, runner=runner)
+    moved = movements(exchange, device) | {"recorded": len(runner.entries) > 0}
+    runner.close()
+    torch.save((latents, moved), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_ranks(
+    ranks: int, folder: Path, run: Callable[[int, int, str], None] = run_rank
+) -> list[tuple[dict[str, Tensor], dict[str, bool]]]:
     """Start the ranks and return what each has made."""
-    mp.start_processes(run_rank, args=(ranks, str(folder)), nprocs=ranks, start_method="spawn")
+    mp.start_processes(run, args=(ranks, str(folder)), nprocs=ranks, start_method="spawn")
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
 
 

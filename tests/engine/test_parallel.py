@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from engine.errors import ConfigError
+from engine.block_ops import Fp8Rows
+from engine.errors import ConfigError, UnsupportedError
 from engine.kernels.exchange import merge_heads, pack_heads
 from engine.parallel import Alone, Ulysses
 from tests.engine.ranks import CASES, alone, run_ranks
 from tests.tolerances import FP32_ROLLOUT_ATOL
 
 pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,42 @@ def test_exchanges_move_every_bit_to_its_place(shared):
     assert [{name for name, is_equal in moved.items() if not is_equal} for _, moved in shared] == [
         set()
     ] * len(shared)
+
+
+class _Doubled:
+    """An attention that needs no cache."""
+
+    def __call__(self, layer, q_BRNK, k_BRNK, v_BRNK):
+        return q_BRNK * k_BRNK + layer * v_BRNK
+
+    def store(self, layer, q_BRNK, k_BRNK, v_BRNK):
+        pass
+
+
+def test_a_compiler_sees_through_the_exchange(group):
+    exchange = Ulysses(6, group)
+    inputs = torch.randn(1, 9, 3 * 6 * 4)
+
+    def run(x_BRD):
+        share = exchange.over(x_BRD.shape[1])
+        q, k, v = share.own(x_BRD).unflatten(-1, (3, 6, 4)).unbind(2)
+        return share.whole(share.attend(_Doubled())(2, q, k, v).flatten(2))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    q, k, v = inputs.unflatten(-1, (3, 6, 4)).unbind(2)
+    expected = (q * k + 2 * v).flatten(2)
+    assert torch.equal(run(inputs), expected)
+    assert torch.equal(compiled(inputs), expected)
+
+
+def test_an_output_in_eight_bits_cannot_be_exchanged(group):
+    class Coded(_Doubled):
+        def __call__(self, layer, q_BRNK, k_BRNK, v_BRNK):
+            return Fp8Rows(q_BRNK, k_BRNK)
+
+    attend = Ulysses(6, group).over(3).attend(Coded())
+    with pytest.raises(UnsupportedError, match="attention output is FP8"):
+        attend(0, *torch.zeros(3, 1, 3, 6, 4))
 
 
 def test_alone_hands_back_what_it_is_given():
