@@ -15,7 +15,6 @@ from benchmarks.ladder_output import bars, captions
 from benchmarks.plot import save_waterfall
 
 RECORDS = Path(__file__).parent / "ladder.jsonl"
-PICTURES = Path(__file__).parent / "pictures"
 _KEY = ("preset", "geometry", "weights", "dtype", "gpu", "gpu_count", "cpu")
 
 LadderRecords = list[dict[str, Any]]
@@ -90,8 +89,8 @@ def picture_name(ladder: LadderRecords) -> str:
     return f"ladder-{first['preset']}-{first['geometry']}-{first['dtype']}-{where}.png"
 
 
-def draw_pictures(path: Path = RECORDS, folder: Path = PICTURES) -> None:
-    """Draw the picture of each ladder."""
+def draw_pictures(path: Path, folder: Path) -> None:
+    """Draw the picture of each ladder into a folder."""
     for ladder in read_ladders(path):
         title, caption = captions(ladder[0])
         save_waterfall(folder / picture_name(ladder), bars(ladder), title=title, caption=caption)

@@ -22,6 +22,7 @@ README = ROOT / "README.md"
 MODEL_CARD = ROOT / "miniworld" / "README.md"
 LIVE_RECORDS = ROOT / "benchmarks" / "live.jsonl"
 SPEED_RECORDS = ROOT / "benchmarks" / "engine.jsonl"
+LADDER_PICTURES = ROOT / "benchmarks" / "pictures"
 QUALITY_RECORD = ROOT / "miniworld" / "figures.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -246,7 +247,7 @@ def _rounded(figure: Figure) -> str:
 
 def main() -> None:
     """Draw the pictures of ladders; write the sections into README.md and the model card."""
-    draw_pictures()
+    draw_pictures(LADDER_RECORDS, LADDER_PICTURES)
     for path, body in ((README, section()), (MODEL_CARD, card_section())):
         text = path.read_text(encoding="utf-8")
         path.write_text(filled(text, body), encoding="utf-8")

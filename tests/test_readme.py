@@ -69,7 +69,10 @@ def _worldstream(arguments: list[str]) -> None:
     if arguments[:2] == ["bench", "live"]:
         read_command(arguments)
         return
-    if arguments[0] == "bench":
+    if "--ladder" in arguments:
+        arguments = _without(arguments, "--preset", "--geometry", "--plot")
+        arguments += ["--preset", "tiny", "--chunks", "1", "--rows", "eager"]
+    elif arguments[0] == "bench":
         arguments = _without(arguments, "--preset", "--chunks", "--ablations")
         arguments += ["--preset", "tiny", "--chunks", "1", "--ablations", "prefix_cache"]
     if arguments[0] == "serve":
@@ -116,6 +119,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "miniworld" / "README.md", "miniworld")
     monkeypatch.setattr(report, "README", tmp_path / "README.md")
     monkeypatch.setattr(report, "MODEL_CARD", tmp_path / "miniworld" / "README.md")
+    monkeypatch.setattr(report, "LADDER_PICTURES", tmp_path)
     monkeypatch.setattr(pictures, "FOLDER", tmp_path / "pictures")
     monkeypatch.setattr(pictures, "CHUNK_COUNT", 1)
     return tmp_path
