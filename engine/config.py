@@ -23,7 +23,8 @@ BackendName = Literal[
 ]  # fmt: skip
 CompileChoice = Literal["auto", "off", "blocks", "full"]
 KernelChoice = Literal["off", "eager", "fast"]
-LinearChoice = Literal["bf16", "fp8_rowwise"]
+LINEAR_SCHEMES = ("bf16", "fp8_rowwise")
+"""Schemes of `engine.quant` by name."""
 VAE_SPATIAL_FACTOR = 16
 FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
 """Pixel frames that the latents of one chunk cover; the pattern repeats every five latents."""
@@ -247,9 +248,9 @@ class EngineConfig:
     choice on disk, because a trace is made again with the same bits only by the same backend."""
     kernels: KernelChoice = "off"
     """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store."""
-    linear: LinearChoice = "bf16"
+    linear: str = "bf16"
     """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
-    scale a row, which is an approximation."""
+    scale a row, which is an approximation; or a json file of one's own (`quant.read_scheme`)."""
     free_adaln: bool = False
     """Give the modulation weights up once their tables are built, but for the third that a new
     session's audio time needs: 17 GB of the large model."""
@@ -270,11 +271,19 @@ class EngineConfig:
             )
         for name, choices in (
             ("compile", CompileChoice), ("attention", BackendName), ("kernels", KernelChoice),
-            ("linear", LinearChoice), ("graphs", Literal[True, False, "auto"]),
+            ("graphs", Literal[True, False, "auto"]),
         ):  # fmt: skip
             value, allowed = getattr(self, name), typing.get_args(choices)
             if value not in allowed:
                 raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+        if self.linear not in LINEAR_SCHEMES and not self.linear.endswith(".json"):
+            names = ", ".join(map(repr, LINEAR_SCHEMES))
+            raise ConfigError(f"linear is {self.linear!r}; allowed: {names}, a json file")
+        if self.kernels != "off" and self.compile == "blocks":
+            raise ConfigError(
+                f"kernels is {self.kernels!r}; allowed with compile 'blocks': 'off', because both "
+                "are forms of the halves of a block"
+            )
         if not self.has_shortcuts:
             for name, is_asked in (
                 ("compile", self.compile == "full"), ("graphs", self.graphs is True),

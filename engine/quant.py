@@ -31,6 +31,7 @@ LINEARS: tuple[LinearName, ...] = get_args(LinearName)
 _GIB = 2**30
 _PROBE_ROWS = 64
 _KEPT_FIRST, _KEPT_LAST = 2, 3
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,25 @@ Scheme = tuple[Fp8Rowwise, ...]
 
 SCHEMES: dict[str, Scheme] = {"bf16": (), "fp8_rowwise": (Fp8Rowwise(),)}
 """Schemes by name."""
+
+
+def scheme_of(name: str) -> Scheme:
+    """Return a scheme by its name, or from a json file.
+
+    Raises: ConfigError, see `read_scheme`.
+    """
+    return SCHEMES[name] if name in SCHEMES else read_scheme(Path(name))
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why products in eight bits do not run on a device, or None."""
+    if device.type != "cuda":
+        return None
+    if dtype != torch.bfloat16:
+        return f"blocks are {dtype} and products in eight bits give bfloat16"
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        return f"{torch.cuda.get_device_name(device)} has no products in eight bits"
+    return None
 
 
 def read_scheme(path: Path) -> Scheme:

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from engine.config import BackendName, EngineConfig, KernelChoice, LinearChoice, preset
+from engine.config import BackendName, EngineConfig, KernelChoice, preset
 from engine.errors import (
     CheckpointError,
     ConfigError,
@@ -141,8 +141,8 @@ class BenchEngine:
     """Backend of the attention over the window."""
     kernels: KernelChoice = "off"
     """Fused kernels and where they round."""
-    linear: LinearChoice = "bf16"
-    """Products of the blocks."""
+    linear: str = "bf16"
+    """Products of the blocks: bf16, fp8_rowwise, or a json file with a scheme."""
     chunks: int = 20
     """Chunks to measure once the window is full; 1000 show whether memory stays flat."""
     ablations: Text = None

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.config import preset
-from engine.errors import ConfigError
+from engine.config import EngineConfig, preset
+from engine.engine import Engine
+from engine.errors import ConfigError, UnsupportedError
 from engine.kernels.reference import quantize_rows
 from engine.model.packed_linear import PackedLinear, can_pack, pack_blocks
 from engine.quant import LINEARS, SCHEMES, Fp8Linear, Fp8Rowwise, quantize_, read_scheme, sqnr_db
-from tests.tiny import tiny_config, unpacked_model
-from tests.tolerances import FP8_LINEAR_SQNR_DB
+from tests.tiny import random_action, random_anchor, tiny_config, unpacked_model
+from tests.tolerances import FP8_LINEAR_SQNR_DB, FP8_OUTPUT_SQNR_DB
 
 pytestmark = pytest.mark.cpu
 
@@ -130,6 +131,42 @@ def test_named_schemes_touch_what_they_say():
     assert quantize_(unpacked_model(config), SCHEMES["bf16"]).layers == ()
     report = quantize_(unpacked_model(config), SCHEMES["fp8_rowwise"])
     assert [layer.name for layer in report.layers] == [f"blocks.2.{name}" for name in LINEARS]
+
+
+def _latents(**changes) -> torch.Tensor:
+    config = tiny_config(num_layers=6)
+    engine = Engine.from_random(config, EngineConfig(device="cpu", dtype="float32", **changes))
+    rollout = engine.new_rollout("snow", anchor_BCTHW=random_anchor(config))
+    return torch.cat([engine.step(rollout, random_action(i)).latents_BCTHW for i in range(2)])
+
+
+def test_an_engine_runs_in_eight_bits():
+    decibels = sqnr_db(_latents(), _latents(linear="fp8_rowwise"))
+    assert FP8_OUTPUT_SQNR_DB <= decibels < 60.0
+
+
+def test_an_engine_takes_a_scheme_from_a_file(tmp_path):
+    path = tmp_path / "scheme.json"
+    path.write_text(json.dumps([{"format": "fp8_rowwise", "blocks": [2, 2]}]))
+    assert torch.equal(_latents(linear=str(path)), _latents(linear="fp8_rowwise"))
+
+
+def test_a_scheme_that_touches_nothing_is_refused():
+    config = EngineConfig(device="cpu", dtype="float32", linear="fp8_rowwise")
+    with pytest.raises(UnsupportedError, match="3 blocks: 'bf16', because the scheme names no"):
+        Engine.from_random(tiny_config(), config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear": "fp4"}, "linear is 'fp4'; allowed: 'bf16', 'fp8_rowwise', a json file"),
+        ({"kernels": "fast", "compile": "blocks"}, "kernels is 'fast'; allowed with compile"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**changes)
 
 
 def test_decibels():
