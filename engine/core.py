@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import overload
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
 from engine.block_ops import BlockOps, PlainBlockOps
 from engine.cache_buffers import BufferLender, BufferShape, allocate
 from engine.config import ModelConfig
-from engine.denoise import denoise_chunk, model_times
+from engine.denoise import denoise_chunk
 from engine.device import send
 from engine.errors import ConfigError
 from engine.kv_cache import PackedCache, PlainCache, WindowTables
@@ -36,11 +35,12 @@ from engine.layout import (
     unpatchify,
     window_positions,
 )
-from engine.model.dit import TAG_AUDIO, TAG_VIDEO, MiniMaxH3Transformer
+from engine.model.dit import MiniMaxH3Transformer
 from engine.model.prope import Projective, identity_projective, projective
 from engine.model.rope import rope_tables
+from engine.modulation import AudioTimes, LayerModulations, ModulationTables
 from engine.parallel import Alone, Exchange
-from engine.passes import ChunkPasses, PassTables, pass_keys
+from engine.passes import ChunkPasses, pass_keys
 from engine.prefix import PrefixInputs
 from graphs.runner import GraphRunner
 
@@ -67,37 +67,12 @@ class CoreState:
     layout: PrefixLayout
     prefix_placement: Placement
     cache: PackedCache | PlainCache
-    audio_time_embedding_BC: Tensor
-    audio_tables: dict[int, Tensor] = field(default_factory=dict)
+    audio: AudioTimes
 
     @property
     def chunk_index(self) -> int:
         """Index of the next chunk to commit."""
         return self.cache.committed
-
-
-class LayerModulations(Sequence[Tensor]):
-    """Modulation of one pass, built layer by layer as the blocks ask for it.
-
-    A list would hold the vectors of every row in every layer at once: 6 GB for the prefix of the
-    large model.
-    """
-
-    def __init__(self, layers: int, of_layer: Callable[[int], Tensor]) -> None:
-        self._layers = layers
-        self._of_layer = of_layer
-
-    def __len__(self) -> int:
-        return self._layers
-
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self._of_layer(layer) for layer in range(*index.indices(self._layers))]
-        return self._of_layer(index)
 
 
 class RolloutCore:
@@ -131,7 +106,6 @@ class RolloutCore:
                 "cache keeps keys that only the plain ops make"
             )
         self._exchange = exchange or Alone()
-        self.times: list[float] = model_times(self.config.sampler).tolist()
         if attention is None:
             need = AttentionNeed.on(self.device, model.dtype, self.config.attention_head_dim)
             attention = AttentionPlan.of(select_backend(need))
@@ -145,14 +119,13 @@ class RolloutCore:
         self._lender = None
         if runner is not None:
             self._lender = BufferLender(self.config, self.device, model.dtype)
-        self._clean = len(self.times)
-        self._anchor = len(self.times) + 1
-        fixed = [*self.times, 1.0, self.config.sampler.anchor_t]
-        self._fixed_times = torch.tensor(fixed, dtype=torch.float32, device=self.device)
-        self._time_index = torch.arange(len(fixed), device=self.device)
-        self._tables: dict[int, Tensor] = {}
-        self._final_table: Tensor | None = None
-        self._pass_tables: PassTables | None = None
+        self._modulation = ModulationTables(
+            model,
+            keeps_shared=self.options.adaln_tables,
+            keeps_audio=not self.options.prefix_cache,
+        )
+        self.times = self._modulation.times
+        self._clean = self._modulation.clean
 
     @property
     def camera_dtype(self) -> torch.dtype:
@@ -165,10 +138,17 @@ class RolloutCore:
         return self._passes.runner
 
     def renew(self) -> None:
-        """Forget what was computed from the weights."""
+        """Forget what was computed from the weights.
+
+        Raises: StateError when some were given up.
+        """
+        self._modulation.renew()
         self._passes.clear()
-        self._tables.clear()
-        self._final_table = self._pass_tables = None
+
+    @torch.no_grad()
+    def free_adaln(self) -> None:
+        """Give the modulation weights up; see `ModulationTables.free_weights`."""
+        self._modulation.free_weights()
 
     def close(self) -> None:
         """Give graphs and spare memory up, before the weights go."""
@@ -190,7 +170,7 @@ class RolloutCore:
             layout=layout,
             prefix_placement=placement,
             cache=cache,
-            audio_time_embedding_BC=self.model.time_embedding(inputs.audio_t_B),
+            audio=self._modulation.audio(inputs.audio_t_B),
         )
         self._fill_prefix(state)
         self._list_keys(state)
@@ -202,8 +182,7 @@ class RolloutCore:
         state.layout, tables, state.prefix_placement = self._placements(inputs)
         state.inputs = inputs
         state.cache.renew_prefix(tables)
-        state.audio_time_embedding_BC = self.model.time_embedding(inputs.audio_t_B)
-        state.audio_tables.clear()
+        state.audio = self._modulation.audio(inputs.audio_t_B)
         self._fill_prefix(state)
         self._list_keys(state)
 
@@ -296,7 +275,7 @@ class RolloutCore:
         trailing_count = x_BCTHW.shape[2] - leading_count
         times = [self._clean] * leading_count + [step] * trailing_count
         x_BRD = self._run(state, x_BCTHW, times, keep=False)
-        rows_BRC = self.model.head_video(x_BRD, self._final_modulation(times))
+        rows_BRC = self.model.head_video(x_BRD, self._modulation.final(times))
         return unpatchify(rows_BRC, self.config.geometry)
 
     def _pass(
@@ -306,8 +285,8 @@ class RolloutCore:
         return self._passes.run(
             cache,
             patchify(x_BCTHW),
-            self._time_index[time : time + 1],
-            self._tables_of_passes(),
+            self._modulation.time_index(time),
+            self._modulation.of_passes(),
             keep=keep,
         )
 
@@ -386,7 +365,7 @@ class RolloutCore:
         if self.options.prefix_cache:
             share = self._exchange.over(x_BRD.shape[1])
             modulations = self._modulations(
-                lambda layer: share.own(self._chunk_modulation(layer, times))
+                lambda layer: share.own(self._modulation.chunk(layer, times))
             )
             out_BRD = self.model.run_blocks(
                 share.own(x_BRD), modulations, share.attend(chunk), ops, keys_values_only=keep
@@ -395,7 +374,7 @@ class RolloutCore:
 
         def whole_modulation(layer: int) -> Tensor:
             prefix_BR6D = self._prefix_modulation(state, layer)
-            chunk_1R6D = self._chunk_modulation(layer, times)
+            chunk_1R6D = self._modulation.chunk(layer, times)
             shape = (prefix_BR6D.shape[0], x_BRD.shape[1], *chunk_1R6D.shape[2:])
             return torch.cat([prefix_BR6D, chunk_1R6D.expand(shape)], dim=1)
 
@@ -426,72 +405,8 @@ class RolloutCore:
             ops=self._block_ops,
         )
 
+    def _prefix_modulation(self, state: CoreState, layer: int) -> Tensor:
+        return self._modulation.prefix(layer, state.inputs, state.layout, state.audio)
+
     def _modulations(self, of_layer: Callable[[int], Tensor]) -> LayerModulations:
         return LayerModulations(self.config.num_layers, of_layer)
-
-    def _table(self, layer: int) -> Tensor:
-        """Vectors of the fixed times [times, 3 tags, 6, D]."""
-        if layer in self._tables:
-            return self._tables[layer]
-        table = self.model.modulation(layer, self.model.time_embedding(self._fixed_times))
-        if self.options.adaln_tables:
-            self._tables[layer] = table
-        return table
-
-    def _tables_of_passes(self) -> PassTables:
-        if self._pass_tables is None:
-            layers = range(self.config.num_layers)
-            self._pass_tables = PassTables(
-                blocks_LM6D=torch.stack([self._table(layer)[:, TAG_VIDEO] for layer in layers]),
-                final_M2D=self._final_vectors(),
-            )
-        return self._pass_tables
-
-    def _audio_table(self, state: CoreState, layer: int) -> Tensor:
-        """Vectors of each sample's audio time [B, 3 tags, 6, D]."""
-        if layer in state.audio_tables:
-            return state.audio_tables[layer]
-        table = self.model.modulation(layer, state.audio_time_embedding_BC)
-        if self.options.adaln_tables and not self.options.prefix_cache:
-            state.audio_tables[layer] = table
-        return table
-
-    def _chunk_modulation(self, layer: int, times: Sequence[int]) -> Tensor:
-        """Vectors of the chunk's rows: [1, 1, 6, D] where all share a time, else [1, R, 6, D]."""
-        table = self._table(layer)
-        if len(set(times)) == 1:
-            return table[times[0], TAG_VIDEO][None, None]
-        parts = [table[time, TAG_VIDEO] for time in times]
-        return torch.stack(parts).repeat_interleave(self.config.rows_per_latent, dim=0)[None]
-
-    def _final_vectors(self) -> Tensor:
-        """Vectors of the output norm at the fixed times [times, 2, D]."""
-        if self._final_table is not None:
-            return self._final_table
-        table = self.model.final_modulation(self.model.time_embedding(self._fixed_times))
-        if self.options.adaln_tables:
-            self._final_table = table
-        return table
-
-    def _final_modulation(self, times: Sequence[int]) -> Tensor:
-        table = self._final_vectors()
-        if len(set(times)) == 1:
-            return table[times[0]][None, None]
-        parts = [table[time] for time in times]
-        return torch.stack(parts).repeat_interleave(self.config.rows_per_latent, dim=0)[None]
-
-    def _prefix_modulation(self, state: CoreState, layer: int) -> Tensor:
-        """Vectors of the prefix rows [B, R, 6, D]: text at t = 1, anchor, audio."""
-        table, layout = self._table(layer), state.layout
-        batch_size = state.inputs.text_BRE.shape[0]
-        text_R6D = table[self._clean][state.inputs.text_tags_R]
-        anchor_R6D = table[self._anchor, TAG_VIDEO].expand(layout.anchor_rows, -1, -1)
-        conditioning_R6D = torch.cat([text_R6D, anchor_R6D])
-        audio_B16D = self._audio_table(state, layer)[:, TAG_AUDIO][:, None]
-        return torch.cat(
-            [
-                conditioning_R6D.expand(batch_size, -1, -1, -1),
-                audio_B16D.expand(batch_size, layout.audio_rows, -1, -1),
-            ],
-            dim=1,
-        )

@@ -90,6 +90,8 @@ class Engine:
             is_compiled=parts.is_compiled,
             runner=parts.runner,
         )
+        if config.free_adaln:
+            self._core.free_adaln()
 
     @classmethod
     def from_pretrained(

@@ -22,19 +22,12 @@ from engine.block_ops import BlockOps, Rows, Slot
 from engine.kv_cache import PackedCache, WindowViews
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.prope import Projective
+from engine.modulation import PassTables
 from engine.parallel import Exchange
 from graphs.buffers import StaticBuffers
 from graphs.compile import compile_module
 from graphs.key import GraphKey, Phase
 from graphs.runner import GraphRunner
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class PassTables:
-    """Modulation of the fixed times, for video rows."""
-
-    blocks_LM6D: Tensor
-    final_M2D: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -108,3 +108,21 @@ def test_memory_of_the_large_model_is_as_published():
     assert 33.65 < need.window_gib < 2 * 33.65
     half = preset("h3_33b", Geometry(height_px=480, width_px=832)).model
     assert memory_needed(half, "bfloat16").window_gib < need.window_gib / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compile": "fast"}, "compile is 'fast'; allowed: 'auto', 'off', 'blocks', 'full'"),
+        ({"graphs": "on"}, "graphs is 'on'; allowed: True, False, 'auto'"),
+        ({"attention": "xformers"}, "attention is 'xformers'; allowed: 'auto', 'sdpa', 'cudnn'"),
+        ({"kernels": "auto"}, "kernels is 'auto'; allowed: 'off', 'eager', 'fast'"),
+        ({"linear": "int4"}, "linear is 'int4'; allowed: 'bf16', 'fp8_rowwise'"),
+        ({"compile": "full", "prefix_cache": False}, "compile is 'full'; allowed with prefix_c"),
+        ({"graphs": True, "packed_history": False}, "graphs is True; allowed with prefix_cache"),
+        ({"kernels": "fast", "adaln_tables": False}, "kernels is 'fast'; allowed with prefix_c"),
+    ],
+)
+def test_speed_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**changes)

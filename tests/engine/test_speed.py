@@ -1,0 +1,69 @@
+"""What "auto" becomes on a device, and what cannot be had there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import speed
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError, UnsupportedError
+from engine.speed import resolve_speed
+from tests.tiny import narrow_config
+
+pytestmark = pytest.mark.cpu
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def _resolved(config: EngineConfig, device: torch.device) -> tuple[str, object]:
+    found = resolve_speed(config, device)
+    return found.compile, found.graphs
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        (CPU, {}, ("off", False)),
+        (CUDA, {}, ("full", True)),
+        (CUDA, {"prefix_cache": False}, ("off", False)),
+        (CUDA, {"compile": "blocks"}, ("blocks", True)),
+        (CUDA, {"graphs": False}, ("full", False)),
+        (CPU, {"compile": "full"}, ("full", False)),
+    ],
+    ids=["cpu", "cuda", "no-shortcut", "blocks", "no-graphs", "cpu-full"],
+)
+def test_auto_is_resolved_by_the_device(monkeypatch, device, changes, expected):
+    monkeypatch.setattr(speed, "_no_compiler", lambda: None)
+    assert _resolved(EngineConfig(**changes), device) == expected
+
+
+def test_a_missing_compiler_is_left_out_and_said(monkeypatch, caplog):
+    monkeypatch.setattr(speed, "_no_compiler", lambda: "triton is missing")
+    assert _resolved(EngineConfig(), CUDA) == ("off", True)
+    assert "compile_left_out device=cuda:0: triton is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"graphs": True}, "graphs is True on cpu; allowed there: False"),
+        ({"kernels": "fast"}, "kernels is 'fast' on cpu; allowed there: 'off'"),
+    ],
+)
+def test_what_needs_cuda_is_refused_before_anything_is_built(changes, message):
+    config = EngineConfig(device="cpu", dtype="float32", **changes)
+    with pytest.raises(ConfigError, match=message):
+        Engine.from_random(narrow_config(), config)
+
+
+def test_an_attention_backend_of_another_device_is_refused():
+    config = EngineConfig(device="cpu", dtype="float32", attention="cudnn")
+    with pytest.raises(UnsupportedError, match=r"cudnn refuses .*made for cuda, not cpu"):
+        Engine.from_random(narrow_config(), config)
+
+
+def test_the_engine_tells_its_graphs():
+    config = EngineConfig(device="cpu", dtype="float32")
+    assert Engine.from_random(narrow_config(), config).graphs == "none: each pass runs anew"
