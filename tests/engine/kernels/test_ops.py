@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from engine.errors import ConfigError, UnsupportedError
-from engine.kernels import OPS, Case, contract
-from engine.kernels.cases import CASES
+from engine.kernels import OPS, contract
+from engine.kernels.cases import CASES, Case
 from tests.engine.kernels.judge import complaints
 
 ROOT = Path(__file__).parents[3]

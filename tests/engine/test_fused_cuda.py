@@ -1,0 +1,93 @@
+"""Whole rollouts by fused kernels on a GPU: eager, compiled, from graphs; 16 bits and 8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.kernels.reference import quantize_rows
+from engine.quant import Fp8Linear
+from tests.tiny import random_action, random_anchor, tiny_config
+from tests.tolerances import FUSED_ROLLOUT_RATIO
+
+pytestmark = pytest.mark.gpu
+
+# Seven chunks: the window slides, so history keys are rotated from their raw form.
+CHUNKS = 7
+
+
+def _roll(**changes: object) -> torch.Tensor:
+    config = tiny_config()
+    plain = {"device": "cuda", "dtype": "bfloat16", "compile": "off", "graphs": False}
+    engine = Engine.from_random(config, EngineConfig(**plain | {"attention": "sdpa"} | changes))
+    rollout = engine.new_rollout("snow", anchor_BCTHW=random_anchor(config))
+    made = [engine.step(rollout, random_action(i)).latents_BCTHW.cpu() for i in range(CHUNKS)]
+    engine.close()
+    return torch.cat(made, dim=2)
+
+
+@pytest.fixture(scope="module")
+def exact() -> torch.Tensor:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    made = _roll(dtype="float32")
+    torch.backends.cuda.matmul.allow_tf32 = before
+    return made
+
+
+@pytest.fixture(scope="module")
+def eight_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("schemes") / "all.json"
+    path.write_text(json.dumps([{"format": "fp8_rowwise", "blocks": [0, 2]}]))
+    return str(path)
+
+
+FORMS = {
+    "eager": {"compile": "off", "graphs": False},
+    "compiled": {"compile": "full", "graphs": False},
+    "graphs": {"compile": "full", "graphs": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kernels", ["eager", "fast"])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(exact, eight_bits, bits, kernels, form):
+    linear = {"linear": eight_bits if bits == 8 else "bf16"}
+    plain_error = (_roll(**linear) - exact).norm()
+    made = _roll(kernels=kernels, **linear, **FORMS[form])
+    assert plain_error > 0
+    assert (made - exact).norm() <= FUSED_ROLLOUT_RATIO * plain_error
+
+
+def test_graphs_replay_fused_passes_bit_for_bit(eight_bits):
+    changes = {"kernels": "fast", "linear": eight_bits}
+    assert torch.equal(_roll(**changes, **FORMS["compiled"]), _roll(**changes, **FORMS["graphs"]))
+
+
+@torch.no_grad()
+def test_products_on_a_side_stream_and_from_a_graph_are_the_same_bits():
+    # Row-wise products of some builds ran on the default stream whatever the current one was.
+    weight = torch.randn(256, 96, device="cuda")
+    codes, scale = quantize_rows(weight)
+    linear = Fp8Linear(codes, scale[:, 0].contiguous())
+    x = torch.randn(1, 1950, 96, device="cuda", dtype=torch.bfloat16)
+    expected = linear(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        aside = linear(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = linear(x)
+    x.copy_(x.flip(1))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(aside, expected)
+    assert torch.equal(replayed, expected.flip(1))
