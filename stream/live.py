@@ -24,7 +24,6 @@ from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.gate import has_token
 from stream.gauges import bring_up_to_date
 from stream.info import limits, service_info
-from stream.jobs import WorldSpec, world_spec
 from stream.limits import BucketTable
 from stream.loop_probe import LoopProbe
 from stream.media_events import MediaSettings
@@ -43,7 +42,7 @@ from stream.uploads import ImageStore
 from stream.video_encoder import default_bitrate_bps
 from stream.viewer import Surroundings
 from stream.worker_messages import StartFrom
-from stream.workers import FPS, Workers
+from stream.workers import FPS, Workers, spec_of
 from stream.world_source import LoadedWorlds, OpenSource
 
 TICK_S = 0.25
@@ -54,22 +53,6 @@ VITAL = "vital"
 ROOM_END_LIMIT_S = 3.0
 
 log = structlog.get_logger(__name__)
-
-
-def spec_of(settings: ServerSettings) -> WorldSpec:
-    """Return the world that the settings ask for.
-
-    Raises:
-        ConfigError: unknown preset, weights that are not there.
-    """
-    return world_spec(
-        settings.preset,
-        size=None,
-        weights=settings.weights,
-        renderer=settings.renderer,
-        device=settings.device,
-        dtype=settings.dtype,
-    )
 
 
 class Live:
@@ -93,7 +76,7 @@ class Live:
         self.metrics = Metrics()
         self.registry = Registry(settings, self._on_change)
         self.scenes: dict[str, Scene] = {}
-        self.lost_reason: str | None = None
+        self._is_lost = False
         spec = spec_of(settings)
         self.workers = Workers(settings, spec, open_source=open_source, limits=watchdog)
         self._on_lost = on_lost
@@ -421,8 +404,8 @@ class Live:
         self._assign()
 
     def _lose(self, reason: str) -> None:
-        if self.lost_reason is None:
-            self.lost_reason = reason
+        if not self._is_lost:
+            self._is_lost = True
             log.error("worker_lost", reason=reason)
             if self._on_lost is not None:
                 self._on_lost(reason)

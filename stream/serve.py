@@ -26,9 +26,10 @@ from engine.errors import CheckpointError, ConfigError, DeviceError, Unsupported
 from stream import protocol
 from stream.app import create_app
 from stream.jobs import check_writable
-from stream.live import Live, spec_of
+from stream.live import Live
 from stream.memory import available_bytes
 from stream.settings import ServerSettings
+from stream.workers import spec_of
 
 SHUTDOWN_LIMIT_S = 5
 PROGRESS_S = 0.5

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,10 +49,20 @@ class ImageStore:
         width_px: of the model, like `height_px`.
         height_px: every picture is brought to this size.
         parallel: decoding processes at a time.
+        clock_s: monotonic, for tests.
     """
 
-    def __init__(self, folder: Path, *, width_px: int, height_px: int, parallel: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        width_px: int,
+        height_px: int,
+        parallel: int = 2,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
+        self._clock_s = clock_s
         self._size_px = (width_px, height_px)
         self._images: dict[str, _Image] = {}
         self._arriving: Counter[str] = Counter()
@@ -63,8 +74,7 @@ class ImageStore:
         Raises:
             ProtocolError: BAD_IMAGE, or RATE_LIMIT where the client has too many.
         """
-        now_s = time.monotonic()
-        self._expire(now_s)
+        self._expire(self._clock_s())
         kept = sum(image.client == client for image in self._images.values())
         if kept + self._arriving[client] >= PER_CLIENT:
             raise ProtocolError(ErrorCode.RATE_LIMIT, "images of this client", retry_ms=60_000)
@@ -81,7 +91,8 @@ class ImageStore:
         finally:
             self._arriving[client] -= 1
             self._arriving += Counter()  # drops what is at zero
-        self._images[image_id] = _Image(path=path, client=client, expires_s=now_s + LIFE_S)
+        expires_s = self._clock_s() + LIFE_S
+        self._images[image_id] = _Image(path=path, client=client, expires_s=expires_s)
         return image_id
 
     def path(self, image_id: str) -> Path:
@@ -90,7 +101,7 @@ class ImageStore:
         Raises:
             ProtocolError: BAD_IMAGE for an unknown or expired id.
         """
-        now_s = time.monotonic()
+        now_s = self._clock_s()
         self._expire(now_s)
         image = self._images.get(image_id)
         if image is None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from stream.jobs import WorldSpec
+from stream.jobs import WorldSpec, world_spec
 from stream.memory import MemoryUse
 from stream.processes import usage
 from stream.seat import Seat
@@ -141,3 +141,19 @@ class Workers:
             stale_ms=settings.key_stale_ms,
             thread_count=settings.threads,
         )
+
+
+def spec_of(settings: ServerSettings) -> WorldSpec:
+    """Return the world that the settings ask for.
+
+    Raises:
+        ConfigError: unknown preset, weights that are not there.
+    """
+    return world_spec(
+        settings.preset,
+        size=None,
+        weights=settings.weights,
+        renderer=settings.renderer,
+        device=settings.device,
+        dtype=settings.dtype,
+    )

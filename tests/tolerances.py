@@ -96,3 +96,10 @@ FUSED_ROLLOUT_RATIO = 1.5
 FP8_LINEAR_SQNR_DB = 25.0
 # Latents of a model with some blocks in eight bits; errors of the steps add up. torchao's bar.
 FP8_OUTPUT_SQNR_DB = 20.0
+
+# Memory of the service over a hundred visits: a visitor's socket buffers, encoder and queue take
+# less than 0.1 MiB that is freed late; a frame kept by each visit would be 12 MiB.
+CYCLES_GROWTH_MIB = 10.0
+
+# One colour through JPEG at quality 95 and back: quantisation of chroma moves a channel by 3.
+JPEG_STEP = 4

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from websockets.exceptions import ConnectionClosed
 
+from stream.processes import usage
 from tests.stream.live_service import Client, Service, running
 from tests.stream.test_protocol import MESSAGES
+from tests.tolerances import CYCLES_GROWTH_MIB
 
 pytestmark = pytest.mark.cpu
 
@@ -87,10 +90,16 @@ def test_ten_thousand_wild_messages_disturb_nobody(service: Service, player: Cli
 def test_visitors_who_come_and_go_leave_nothing(service: Service, player: Client) -> None:
     loop = next(iter(service.live._tasks)).get_loop()
 
-    def alive() -> tuple[int, int]:
-        return len(asyncio.all_tasks(loop)), threading.active_count()
+    def alive() -> tuple[int, int, int, float]:
+        """Tasks, threads, open files (sockets are files), memory in MiB."""
+        return (
+            len(asyncio.all_tasks(loop)),
+            threading.active_count(),
+            len(os.listdir("/proc/self/fd")),
+            usage([os.getpid()]).resident_mib,
+        )
 
-    counts: list[tuple[int, int]] = []
+    counts: list[tuple[int, int, int, float]] = []
     for cycle in range(CYCLES):
         viewer = Client.hello(service, role="viewer")
         viewer.send(t="media", transport="ws", codec="jpeg")
@@ -107,3 +116,6 @@ def test_visitors_who_come_and_go_leave_nothing(service: Service, player: Client
     # A request that is being answered may be alive beside what stays.
     assert counts[-1][0] <= counts[0][0] + 2, counts
     assert counts[-1][1] <= counts[0][1], counts
+    # The same for its connection, on both sides of it.
+    assert counts[-1][2] <= counts[0][2] + 4, counts
+    assert counts[-1][3] - counts[len(counts) // 2][3] < CYCLES_GROWTH_MIB, counts

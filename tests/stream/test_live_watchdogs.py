@@ -2,6 +2,7 @@
 
 import datetime
 import ssl
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from stream import chunk_watch, memory
 from stream.memory import MemoryWatch
 from stream.supervisor import WatchdogLimits
-from tests.stream.live_service import Client, Service, running
+from tests.stream.live_service import START_LIMIT_S, Client, Service, running
 
 pytestmark = pytest.mark.cpu
 
@@ -64,6 +65,25 @@ def test_too_little_memory_refuses_visitors_then_drains_and_gives_memory_back(
     service.wait(lambda: worker.pid not in (pid, None), "the worker is another one")
     service.live._memory = MemoryWatch(None, None)
     service.wait(lambda: service.request("GET", "/readyz")[0] == 200, "it is ready again")
+
+
+def test_visitor_who_leaves_and_returns_while_it_loads_plays() -> None:
+    with running(is_waited_for=False) as service:
+        client = Client.hello(service)
+        client.until("state", state="WARMING")
+        client.close()
+        session_id = client.made["session_id"]
+        service.wait(lambda: service.state(session_id) == "GRACE", "the loss is noticed")
+        again = Client.hello(service, service.create(resume=client.made["resume_token"]))
+        again.until("state", state="WARMING")
+        limit_s = time.monotonic() + START_LIMIT_S
+        while service.state(session_id) == "WARMING" and time.monotonic() < limit_s:
+            again.step(START_LIMIT_S)
+        again.send(t="media", transport="ws", codec="jpeg")
+        again.act("KeyW")
+        again.until_frames(3)
+        again.close()
+        assert service.live.registry.illegal_count == 0
 
 
 def test_page_of_an_allowed_origin_may_read(service: Service) -> None:
