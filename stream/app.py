@@ -156,7 +156,7 @@ def _add_sessions(app: FastAPI, live: Live) -> None:
         """Open, join or go on with a session."""
         _expect_access(live, request)
         key = request.headers.get("idempotency-key")
-        return live.create(body, address=_address(request), idempotency_key=key)
+        return await live.create(body, address=_address(request), idempotency_key=key)
 
     @app.get("/v1/sessions/{session_id}")
     async def status(session_id: str) -> bodies.SessionStatus:

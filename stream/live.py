@@ -46,6 +46,7 @@ from stream.workers import FPS, Workers, spec_of
 from stream.world_source import LoadedWorlds, OpenSource
 
 TICK_S = 0.25
+SCENES_LIMIT_S = 15.0
 RECYCLE_EVERY_S = 60.0
 ROOM_END = "room end"
 VITAL = "vital"
@@ -148,8 +149,7 @@ class Live:
 
     async def info(self) -> bodies.ServiceInfo:
         """Everything a page needs before it opens a session."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._scenes_drawn.wait(), 15.0)
+        await self._wait_for_scenes()
         return service_info(
             self.settings,
             self._video,
@@ -158,7 +158,7 @@ class Live:
             loading=self.workers.loading,
         )
 
-    def create(
+    async def create(
         self, request: bodies.CreateSession, *, address: str, idempotency_key: str | None
     ) -> bodies.SessionCreated:
         """Admit somebody.
@@ -175,11 +175,14 @@ class Live:
         is_new = request.resume is None and request.role == "controller"
         if is_new and self._memory.pressure is not Pressure.FINE:
             raise ProtocolError(ErrorCode.NOT_READY, "memory", retry_ms=10_000)
+        if request.scene is not None:
+            await self._wait_for_scenes()
         if request.scene is not None or request.image_id is not None:
             self._start_from(request.scene, request.image_id)
         if idempotency_key is not None:
             # A key means the same only to who sent it, with the same request.
             idempotency_key = f"{address} {idempotency_key} {request.model_dump_json()}"
+        now_s = time.monotonic()  # scenes may have been waited for
         admission = self.registry.create(request, now_s=now_s, idempotency_key=idempotency_key)
         session = admission.session
         if session.id not in self._rooms:
@@ -320,7 +323,9 @@ class Live:
                 raise ProtocolError(ErrorCode.BAD_IMAGE, "the renderer takes no pictures")
             return StartFrom(image_path=str(self.images.path(image_id)))
         name = scene or self.settings.scene
-        if self._scenes_drawn.is_set() and self.scenes and name not in self.scenes:
+        if not self._scenes_drawn.is_set() and name != self.settings.scene:
+            raise ProtocolError(ErrorCode.NOT_READY, "scenes", retry_ms=2_000)
+        if self.scenes and name not in self.scenes:
             raise ProtocolError(ErrorCode.BAD_MESSAGE, "unknown scene")
         return StartFrom(scene=name)
 
@@ -409,6 +414,11 @@ class Live:
             log.error("worker_lost", reason=reason)
             if self._on_lost is not None:
                 self._on_lost(reason)
+
+    async def _wait_for_scenes(self) -> None:
+        """Wait until it is known which scenes there are; not for ever."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._scenes_drawn.wait(), SCENES_LIMIT_S)
 
     async def _draw_scenes(self) -> None:
         try:
