@@ -172,6 +172,10 @@ class Climbed:
     """rel-L2 of the latents against the first row, by chunks made."""
     peak_gib: float
     launches: Launches | None
+    attention: dict[str, str]
+    """Backend of each group of rows."""
+    replay_count: int
+    """Passes that were replayed from graphs."""
     load_s: float
     warm_up_s: float
     """From the weights to the first chunk that counts: compilation, capture, a full window."""
@@ -307,7 +311,10 @@ def _climb_row(
         peak_gib = peak_resident_mib() * 2**20 / _GIB
         if device.type == "cuda":
             peak_gib = torch.cuda.max_memory_allocated(device) / _GIB
-        resolved = engine.config
+        resolved, runner, plan = engine.config, engine.core.runner, engine.core.attention
+        replay_count = 0 if runner is None else runner.counts.replays
+        if resolved.graphs is True and replay_count == 0:
+            raise RuntimeError(f"no pass was replayed from a graph: {engine.graphs}")
     finally:
         engine.close()
     if not reference:
@@ -328,6 +335,10 @@ def _climb_row(
         errors=errors,
         peak_gib=peak_gib,
         launches=launches,
+        attention={
+            group: getattr(plan, group).name for group in ("conditioning", "audio", "video")
+        },
+        replay_count=replay_count,
         load_s=load_s,
         warm_up_s=warm_up_s,
     )

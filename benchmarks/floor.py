@@ -37,11 +37,11 @@ class Floor:
     attention_flops: float
     """Operations a second that all ranks reach together."""
 
-    def chunk_ms(self, model: ModelConfig, *, is_fp8: bool = False) -> float:
-        """Floor of all denoise steps and the refresh."""
+    def chunk_ms(self, model: ModelConfig, *, fp8_share: float = 0.0) -> float:
+        """Floor of all denoise steps and the refresh, a share of the products in FP8."""
         linear_ms = self.linear_ms
-        if is_fp8 and self.linear_fp8_ms is not None:
-            linear_ms = self.linear_fp8_ms
+        if self.linear_fp8_ms is not None:
+            linear_ms += fp8_share * (self.linear_fp8_ms - self.linear_ms)
         one, chunk = pass_work(model), chunk_work(model)
         passes = chunk.linear / one.linear, chunk.attention / one.attention
         return passes[0] * linear_ms + passes[1] * self.attention_ms
@@ -115,7 +115,12 @@ def _fp8_products(
     def layer(weights: list[Tensor]) -> Callable[[], object]:
         return lambda: [
             torch._scaled_mm(
-                x, weight.t(), scale_a=row_scale, scale_b=scale, out_dtype=torch.bfloat16
+                x,
+                weight.t(),
+                scale_a=row_scale,
+                scale_b=scale,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
             )
             for x, weight, scale in zip(inputs, weights, column_scales, strict=True)
         ]

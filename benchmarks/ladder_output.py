@@ -13,6 +13,8 @@ from benchmarks.climb import Climbed, Grounds, LadderScenario, Refused, Step
 from benchmarks.peak import Work, chunk_work, prefix_row_count
 from benchmarks.plot import Bar
 from benchmarks.record import size_name
+from engine.config import ModelConfig
+from engine.quant import LinearName, scheme_of
 
 _COLUMNS = (
     ("row", "28"), ("class", "5"), ("ms a chunk p20/p50/p80 (n)", "31"), ("DiT fps", "7"),
@@ -76,8 +78,8 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
     """Return the record of one row, json-ready."""
     model, floor = scenario.model, grounds.floor
     work = chunk_work(model, with_prefix=not step.config.prefix_cache)
-    is_fp8 = step.config.linear != "bf16"
-    chunk_s, floor_ms = step.chunk.p50 / 1e3, floor.chunk_ms(model, is_fp8=is_fp8)
+    share = fp8_share(model, step.config.linear)
+    chunk_s, floor_ms = step.chunk.p50 / 1e3, floor.chunk_ms(model, fp8_share=share)
     first, last = step.errors.values()
     return {
         "name": "ladder",
@@ -100,12 +102,14 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
         "denoise": dataclasses.asdict(step.denoise),
         "refresh": dataclasses.asdict(step.refresh),
         "tflops": round(work.total / chunk_s / 1e12, 4),
-        "share_of_ceiling": round(_ceiling_s(grounds, work, is_fp8=is_fp8) / chunk_s, 4),
+        "share_of_ceiling": round(_ceiling_s(grounds, work, share) / chunk_s, 4),
         "floor_ms": round(floor_ms, 3),
         "share_of_floor": round(floor_ms / 1e3 / chunk_s, 4),
         "peak_gib": round(step.peak_gib, 3),
         "kernel_count": None if step.launches is None else step.launches.kernels,
         "launch_count": None if step.launches is None else step.launches.calls,
+        "attention": step.attention,
+        "replay_count": step.replay_count,
         "load_s": round(step.load_s, 2),
         "warm_up_s": round(step.warm_up_s, 2),
         "product_tflops": round(grounds.product_flops / 1e12, 4),
@@ -116,12 +120,28 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
     }
 
 
-def _ceiling_s(grounds: Grounds, work: Work, *, is_fp8: bool) -> float:
+def fp8_share(model: ModelConfig, linear: str) -> float:
+    """Share of the weights of the blocks that a scheme puts into eight bits."""
+    hidden, attention, ffn = model.hidden_size, model.attention_dim, model.ffn_dim
+    sizes: dict[LinearName, int] = {
+        "qkv": 3 * hidden * attention, "out": attention * hidden, "up": 2 * hidden * ffn,
+        "down": ffn * hidden,
+    }  # fmt: skip
+    scheme, layers = scheme_of(linear), model.num_layers
+    named = sum(
+        size
+        for layer in range(layers)
+        for name, size in sizes.items()
+        if any(rule.names(layer, layers, name) for rule in scheme)
+    )
+    return named / (layers * sum(sizes.values()))
+
+
+def _ceiling_s(grounds: Grounds, work: Work, share: float) -> float:
     """Seconds that the work takes at the rates of large products and of attention alone."""
-    rate = grounds.fp8_product_flops if is_fp8 else None
-    rate = rate or grounds.product_flops
-    linear_s = work.linear / (rate * grounds.world_size)
-    return linear_s + work.attention / grounds.floor.attention_flops
+    fp8 = grounds.fp8_product_flops or grounds.product_flops
+    linear_s = work.linear * ((1.0 - share) / grounds.product_flops + share / fp8)
+    return linear_s / grounds.world_size + work.attention / grounds.floor.attention_flops
 
 
 def as_json(scenario: LadderScenario, grounds: Grounds, steps: list[Step]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from benchmarks import climb as climbing
 from benchmarks.climb import LadderScenario, relative_error
 from benchmarks.floor import Floor
 from benchmarks.ladder import main
+from benchmarks.ladder_output import fp8_share
 from benchmarks.ladder_report import draw_pictures, ladder_section, read_ladders
 from benchmarks.peak import chunk_work, key_row_count, pass_work
 from benchmarks.plot import Bar, draw_waterfall
@@ -40,6 +41,7 @@ import sys
 for name in ("rich", "tyro", "structlog", "pydantic", "av", "fastapi", "matplotlib"):
     sys.modules[name] = None
 from benchmarks.ladder import main
+from benchmarks.ladder_output import fp8_share
 sys.exit(main({TINY!r} + ["--rows", "prefix,packed,graphs,kernels", "--commit", "abc1234",
     "--plot", {str(folder / "plot.png")!r}, "--record", {str(folder / "ladder.jsonl")!r}]))
 """
@@ -177,9 +179,15 @@ FLOOR = Floor(linear_ms=10.0, linear_fp8_ms=6.0, attention_ms=4.0, attention_flo
 def test_floor_of_a_chunk_is_five_passes_less_the_end_of_the_last():
     model = preset("h3_33b").model
     assert 5 * 14.0 * 0.99 < FLOOR.chunk_ms(model) < 5 * 14.0
-    assert FLOOR.chunk_ms(model) - FLOOR.chunk_ms(model, is_fp8=True) == pytest.approx(
-        4.0 * 5, rel=0.01
+    assert FLOOR.chunk_ms(model) - FLOOR.chunk_ms(model, fp8_share=0.5) == pytest.approx(
+        2.0 * 5, rel=0.01
     )
+
+
+def test_the_first_two_blocks_and_the_last_three_stay_out_of_eight_bits():
+    model = preset("h3_33b").model
+    assert fp8_share(model, "fp8_rowwise") == pytest.approx(45 / 50)
+    assert fp8_share(model, "bf16") == 0.0
 
 
 def test_work_of_a_pass_is_as_published():
