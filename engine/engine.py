@@ -12,6 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +42,7 @@ from engine.model.dit import MiniMaxH3Transformer
 from engine.parallel import Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
 from engine.rollout import Draws, OpenChunk, Rollout, RolloutSnapshot, SeededDraws
+from engine.side_work import SideWork
 from engine.speed import resolve_speed, speed_parts
 from engine.text import PromptEncoder, WordEncoder
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
@@ -74,6 +76,7 @@ class Engine:
         self.dtype = model.dtype
         self._text_encoder = text_encoder
         world_size = 1 if exchange is None else exchange.world_size
+        self._side_work = SideWork(self.device)
         parts = speed_parts(model, config, world_size=world_size)
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
@@ -197,6 +200,7 @@ class Engine:
 
         Raises: StateError after `close`.
         """
+        self._side_work.join()
         if self._core is None:
             raise StateError("the engine is closed; expected calls before close()")
         return self._core
@@ -344,20 +348,27 @@ class Engine:
             timings=StepTimings(clock=clock, steps=steps),
         )
 
-    def commit(self, rollout: Rollout) -> None:
+    def commit(self, rollout: Rollout, *, beside: bool = False) -> None:
         """Write keys and values of the denoised chunk, so that later ones see it.
+
+        Args:
+            rollout: whose chunk it is.
+            beside: on CUDA, let that run beside what is launched next, such as the decoder; the
+                next call of the engine comes after it.
 
         Raises: StateError when there is none, OutOfMemoryError.
         """
         core, open_chunk = self.core, rollout.open_chunk
         if open_chunk is None:
             raise StateError("commit: no chunk is denoised; expected denoise() first")
-        open_chunk.clock.mark("refresh")
-        self._within_memory(
-            f"the refresh of chunk {rollout.chunk_index}",
-            lambda: core.refresh(rollout.core, open_chunk.latents_BCTHW),
-        )
-        open_chunk.clock.mark("end")
+        latents_BCTHW = open_chunk.latents_BCTHW
+        with self._side_work.beside(latents_BCTHW) if beside else nullcontext():
+            open_chunk.clock.mark("refresh")
+            self._within_memory(
+                f"the refresh of chunk {rollout.chunk_index}",
+                lambda: core.refresh(rollout.core, latents_BCTHW),
+            )
+            open_chunk.clock.mark("end")
         rollout.open_chunk = None
         rollout.camera_before, rollout.camera = rollout.camera, open_chunk.camera
 
@@ -407,6 +418,7 @@ class Engine:
 
     def close(self) -> None:
         """Give graphs and weights up. Calling it again does nothing."""
+        self._side_work.join()
         if self._core is not None:
             self._core.close()
         self._core = None

@@ -105,17 +105,20 @@ class ModelWorld:
     def step(self, action: Action) -> Iterator[FrameChunk]:
         """Make one chunk; its latents enter the digest before the first frame comes out.
 
-        It becomes history last: its frames need not wait for that.
+        It becomes history last, or on CUDA beside the decoder: its frames need not wait for that.
         """
-        rollout = self._begun()
+        rollout, is_cuda = self._begun(), self.device.startswith("cuda")
         chunk = self._engine.denoise(rollout, action)
+        if is_cuda:
+            self._engine.commit(rollout, beside=True)
         self.timings, latents_BCTHW = chunk.timings, chunk.latents_BCTHW
         self.is_finite = bool(latents_BCTHW.isfinite().all())
         self._digest.update(latents_BCTHW)
         if self._decoder is not None and self._decoder_state is not None:
             for index in range(LATENTS_PER_CHUNK):
                 yield self._decoder.decode(self._decoder_state, latents_BCTHW[:, :, index])
-        self._engine.commit(rollout)
+        if not is_cuda:
+            self._engine.commit(rollout)
         self._engine.settle(rollout)
 
     def state(self) -> WorldState:

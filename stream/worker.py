@@ -180,7 +180,9 @@ class Worker:
             raise UnsupportedError(f"preset {spec.preset} has no decoder: it makes latents only")
         session = Session(world, prompt="", seed=0)
         is_model = spec.source == "model"
-        count = preset(spec.preset).model.window_chunks + 1 if is_model else 1
+        # On CUDA the steady window comes once more: its two passes are recorded one at a time.
+        more = 2 if world.device.startswith("cuda") else 1
+        count = preset(spec.preset).model.window_chunks + more if is_model else 1
         for done in range(count):
             if self._inbox.has_shutdown:
                 self._is_done.set()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.config import EngineConfig
 from engine.core import CoreOptions, RolloutCore
+from engine.engine import Engine
 from engine.errors import ConfigError
 from graphs.runner import GraphRunner, RunnerLimits
 from tests.graphs.tape import TapeCapture
@@ -161,3 +163,22 @@ def test_close_gives_recordings_up_before_the_weights():
     core.close()
     assert runner.entries == ()
     assert backend.log[-1] == "release_pool"
+
+
+def test_two_compiled_forms_serve_every_window_and_every_length_of_prompt(monkeypatch):
+    # Traced and made functional as for any compiler, but run by torch: the same bits, no C++.
+    compiler = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda fn, **more: compiler(fn, **more | {"backend": "aot_eager"})
+    )
+    config = EngineConfig(device="cpu", dtype="float32", compile="full")
+    compiled = Engine.from_random(CONFIG, config).core
+    plain, views = RolloutCore(compiled.model), walk_views(CONFIG, 7)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for rows in (5, 9, 3):
+        inputs = random_prefix(CONFIG, text_rows=rows)
+        state, expected = compiled.begin(inputs), plain.begin(inputs)
+        for index in range(7):
+            made = _chunk(compiled, state, index, views)
+            assert torch.equal(made, _chunk(plain, expected, index, views))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
