@@ -1,7 +1,9 @@
 """Triton kernels that pack and merge heads around an exchange; formulas in `exchange`.
 
-Owns the launches. One program takes 1,024 elements of the output and writes them in order; reads
-are runs of K elements. Offsets are int64, because a row times its stride may pass 2**31.
+Owns the launches. One program takes up to 1,024 elements of one row of the output and writes them
+in order, 16 bytes a thread; reads are runs of K elements. What a row is, is found once a program:
+divisions by numbers that are not constants would take longer than the copy if each element did
+them. Offsets are int64, because a row times its stride may pass 2**31.
 Shape suffixes as in `exchange`.
 """
 
@@ -33,9 +35,10 @@ def pack(parts_BRNK: Sequence[Tensor], world_size: int) -> Tensor:
     packed = first_BRNK.new_empty(packed_shape(parts_BRNK, world_size))
     padded = [*parts_BRNK, *[first_BRNK] * (PARTS_LIMIT - len(parts_BRNK))]
     strides = [part_BRNK.stride(axis) for part_BRNK in padded for axis in range(3)]
-    _pack_kernel[(triton.cdiv(packed.numel(), _BLOCK),)](
-        *padded, packed, packed.numel(), rows, batch_size, heads // world_size, *strides,
-        WIDTH=width, PARTS=len(parts_BRNK), BLOCK=_BLOCK,
+    tiles = triton.cdiv(heads // world_size * width * len(parts_BRNK), _BLOCK)
+    _pack_kernel[(world_size * rows * batch_size, tiles)](
+        *padded, packed, rows, batch_size, *strides,
+        HEADS=heads // world_size, WIDTH=width, PARTS=len(parts_BRNK), BLOCK=_BLOCK,
     )  # fmt: skip
     return packed
 
@@ -49,30 +52,29 @@ def merge(received_WRBnK: Tensor) -> Tensor:
         raise ValueError("received heads are not dense; allowed: a contiguous tensor")
     world_size, rows, batch_size, heads, width = received_WRBnK.shape
     merged = received_WRBnK.new_empty((batch_size, rows, world_size * heads, width))
-    _merge_kernel[(triton.cdiv(merged.numel(), _BLOCK),)](
-        received_WRBnK, merged, merged.numel(), rows, batch_size, heads, world_size,
-        WIDTH=width, BLOCK=_BLOCK,
+    tiles = triton.cdiv(world_size * heads * width, _BLOCK)
+    _merge_kernel[(batch_size * rows, tiles)](
+        received_WRBnK, merged, rows, batch_size,
+        RANKS=world_size, HEADS=heads, WIDTH=width, BLOCK=_BLOCK,
     )  # fmt: skip
     return merged
 
 
 @triton.jit
 def _pack_kernel(
-    first, second, third, packed, count, rows, batch_size, heads,
+    first, second, third, packed, rows, batch_size,
     first_b, first_r, first_n, second_b, second_r, second_n, third_b, third_r, third_n,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
+    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < HEADS * PARTS * WIDTH
+    batch = place % batch_size
+    row = place // batch_size % rows
+    rank = place // batch_size // rows
     channel = index % WIDTH
     part = index // WIDTH % PARTS
-    place = index // (WIDTH * PARTS)
-    local_head = place % heads
-    place = place // heads
-    batch = place % batch_size
-    place = place // batch_size
-    row = place % rows
-    head = place // rows * heads + local_head
+    head = rank * HEADS + index // (WIDTH * PARTS)
     value = tl.load(
         first + batch * first_b + row * first_r + head * first_n + channel,
         mask=inside & (part == 0),
@@ -89,22 +91,20 @@ def _pack_kernel(
             mask=inside & (part == 2),
         )
         value = tl.where(part == 2, other, value)
-    tl.store(packed + index, value, mask=inside)
+    tl.store(packed + place * (HEADS * PARTS * WIDTH) + index, value, mask=inside)
 
 
 @triton.jit
 def _merge_kernel(
-    received, merged, count, rows, batch_size, heads, world_size,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    received, merged, rows, batch_size,
+    RANKS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    channel = index % WIDTH
-    head = index // WIDTH % (heads * world_size)
-    place = index // (WIDTH * heads * world_size)
-    row = place % rows
+    place = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < RANKS * HEADS * WIDTH
     batch = place // rows
-    rank, local_head = head // heads, head % heads
-    source = (((rank * rows + row) * batch_size + batch) * heads + local_head) * WIDTH + channel
-    value = tl.load(received + source, mask=inside)
-    tl.store(merged + index, value, mask=inside)
+    row = place % rows
+    rank = index // (HEADS * WIDTH)
+    source = (rank * rows + row) * batch_size + batch
+    value = tl.load(received + source * (HEADS * WIDTH) + index % (HEADS * WIDTH), mask=inside)
+    tl.store(merged + place * (RANKS * HEADS * WIDTH) + index, value, mask=inside)

@@ -51,6 +51,23 @@ def test_kernels_equal_the_permutes_in_interpreter_mode():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", ["pack", "merge"])
+def test_kernels_compile_for_an_h200(name):
+    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
+    from engine.kernels import exchange_triton
+
+    parts = torch.zeros(1, 5, 3, 56, 128, dtype=torch.bfloat16).unbind(2)
+    received = torch.zeros(2, 5, 1, 28, 128, dtype=torch.bfloat16)
+    launch = {
+        "pack": lambda: exchange_triton.pack(parts, 2),
+        "merge": lambda: exchange_triton.merge(received),
+    }[name]
+    (kernel,) = sm90.compiled_launches(launch)
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
+    assert "st.global.v4.b32" in kernel.asm["ptx"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "heads", "ranks"), [(1950, 56, 2), (1950, 56, 8), (5040, 56, 7), (41, 6, 3)],
