@@ -74,6 +74,7 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
         "weights": _place(models.source),
         "weights_hash": models.weights_hash,
         "dtype": str(models.core.model.dtype).removeprefix("torch."),
+        "linear": models.linear,
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -128,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sheet-dir", type=Path, help="write contact sheets here")
     add("--device", default="auto", help="cuda, cpu; cuda where present by default")
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on CUDA by default")
+    add("--linear", default="bf16", help="bf16, fp8_rowwise, or a json file with a scheme")
     return parser
 
 
@@ -154,7 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(name)
     dtype = getattr(torch, args.dtype or ("bfloat16" if name == "cuda" else "float32"))
     models = load(
-        args.weights or str(preset("mini").weights), device=device, dtype=dtype, stage=args.stage
+        args.weights or str(preset("mini").weights),
+        device=device,
+        dtype=dtype,
+        stage=args.stage,
+        linear=args.linear,
     )
     report = evaluate(models, settings, items, json_path=args.json, log=_print)
     _print(report.table())

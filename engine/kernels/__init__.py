@@ -52,6 +52,10 @@ F_TOLERANCE = 5e-3
 A_TOLERANCE = 4e-2
 """e4m3 has three bits: a uniform error of 1/16 of a value at most, 2.6 % RMS over a binade."""
 
+PRODUCT_TOLERANCE = 1e-2
+"""Fast accumulation on Hopper keeps some 14 bits of a partial sum: 2^-14 of it at each of K / 32
+additions, which grow as their root; 1e-3 RMS at K = 5,376, and the rounding of the output."""
+
 
 def _rows(case: Case) -> float:
     return case.batch_size * case.rows
@@ -143,7 +147,8 @@ _TABLE = (
     Op(
         name="fp8_linear", klass="A", reference=reference.fp8_linear,
         fused=fp8_linear.fp8_linear, inputs=cases.fp8_linear_inputs, bytes_moved=_linear_bytes,
-        flops=lambda case: 2.0 * _rows(case) * case.hidden * case.inner, tolerance=F_TOLERANCE,
+        flops=lambda case: 2.0 * _rows(case) * case.hidden * case.inner,
+        tolerance=PRODUCT_TOLERANCE,
     ),
 )  # fmt: skip
 

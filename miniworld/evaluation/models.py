@@ -23,6 +23,7 @@ from engine.config import ModelConfig
 from engine.core import RolloutCore
 from engine.model.dit import MiniMaxH3Transformer
 from engine.prefix import PrefixDraws, PrefixInputs, make_prefix
+from engine.quant import quantize_, scheme_of
 from engine.rollout import SeededDraws
 from engine.text import WordEncoder
 from vae_stream.geometry import BLOCK_LATENTS
@@ -43,6 +44,8 @@ class Models:
     vae: TinyVae
     source: str
     weights_hash: str
+    linear: str = "bf16"
+    """Scheme of the linears of the blocks (`engine.quant`)."""
 
     @property
     def config(self) -> ModelConfig:
@@ -55,7 +58,14 @@ class Models:
         return self.core.device
 
 
-def load(source: str, *, device: torch.device, dtype: torch.dtype, stage: str = "") -> Models:
+def load(
+    source: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    stage: str = "",
+    linear: str = "bf16",
+) -> Models:
     """Load models in one dtype.
 
     Args:
@@ -64,9 +74,12 @@ def load(source: str, *, device: torch.device, dtype: torch.dtype, stage: str = 
         device: where to put them.
         dtype: of the transformer's blocks and of the autoencoder.
         stage: of a training run: "distil" or "flow"; the best that is there when empty.
+        linear: scheme of the linears of the blocks; "bf16" leaves them in `dtype`.
 
-    Raises: FileNotFoundError or CheckpointError when the folder is neither.
+    Raises: FileNotFoundError or CheckpointError when the folder is neither, ConfigError for a
+        scheme that is no such thing.
     """
+    scheme = scheme_of(linear)
     if source == RANDOM_WEIGHTS:
         return _random(device, dtype)
     folder = Path(source)
@@ -90,12 +103,14 @@ def load(source: str, *, device: torch.device, dtype: torch.dtype, stage: str = 
         model = model.to(device)
         model.cast_blocks(dtype)
     model = model.eval().requires_grad_(False)
+    quantize_(model, scheme)
     return Models(
         core=RolloutCore(model),
         text=text.to(device).eval().requires_grad_(False),
         vae=vae,
         source=label,
         weights_hash=weights_hash,
+        linear=linear,
     )
 
 

@@ -327,3 +327,13 @@ def test_the_shipped_world_keeps_its_quality(
     shipped: Report, item: str, name: str, floor: float, ceiling: float
 ) -> None:
     assert floor <= shipped.value(item, name) <= ceiling
+
+
+def test_linears_in_eight_bits_keep_its_quality() -> None:
+    models = load(
+        str(preset("mini").weights), device=CPU, dtype=torch.float32, linear="fp8_rowwise"
+    )
+    settings = dataclasses.replace(SHORT, cases=4, report_chunks=(2,))
+    report = evaluate(models, settings, ("rollout",))
+    assert report.environment["linear"] == "fp8_rowwise"
+    assert report.value("rollout", "gain over the frozen frame, chunk 2") >= SHIPPED_GAIN_DB
