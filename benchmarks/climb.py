@@ -356,13 +356,15 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _chunks(engine: Engine) -> Iterator[LatentChunk]:
-    """Walk for ever from a picture of noise."""
+    """Walk for ever from a picture of noise, in the order of calls of a session."""
     generator = torch.Generator().manual_seed(SEED)
     anchor_BCTHW = torch.randn(anchor_shape(engine.model_config), generator=generator)
     rollout: Rollout = engine.new_rollout(PROMPT, anchor_BCTHW=anchor_BCTHW, seed=SEED)
     while True:
         keys = _KEYS[rollout.chunk_index % len(_KEYS)]
-        yield engine.step(rollout, Action.from_keys([keys] * FRAMES_PER_CHUNK))
+        chunk = engine.step(rollout, Action.from_keys([keys] * FRAMES_PER_CHUNK))
+        engine.settle(rollout)
+        yield chunk
 
 
 def _launches(step: Callable[[], object]) -> Launches:
