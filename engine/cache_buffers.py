@@ -38,6 +38,9 @@ class CacheBuffers:
     """Rotary channels of the window's keys before they are rotated."""
     newest_BSNK: list[Tensor]
     """The same of the chunk that is being refreshed: a place that does not move with the ring."""
+    cos_SK: Tensor
+    sin_SK: Tensor
+    """Rotary tables of the window's slots."""
 
     def resize_prefix(self, rows: int) -> None:
         """Move the window behind a prefix of another length; addresses change."""
@@ -69,12 +72,15 @@ def allocate(
     # One row more than is used: a view of the full window is then strided like that of a shorter
     # one, so that one compiled pass serves all.
     rows = shape.prefix_rows + window_rows + 1
+    table = torch.empty(window_rows, config.rotary_dim, device=device, dtype=dtype)
     return CacheBuffers(
         shape=shape,
         keys_BSNK=lists(rows, width),
         values_BSNK=lists(rows, width),
         ring_BSNK=lists(window_rows, config.rotary_dim),
         newest_BSNK=lists(config.rows_per_chunk, config.rotary_dim),
+        cos_SK=table,
+        sin_SK=torch.empty_like(table),
     )
 
 

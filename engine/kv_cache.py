@@ -15,8 +15,8 @@ Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -241,6 +241,14 @@ class WindowViews:
     """Where a refresh leaves the rotary channels of the chunk's keys before they are rotated."""
 
 
+RunSlide = Callable[[int, Callable[[], None], Sequence[Tensor]], None]
+"""(prefix rows, slide, the tensors that it reads and writes) -> None, once the slide is done."""
+
+
+def _slide_now(prefix_rows: int, slide: Callable[[], None], fixed: Sequence[Tensor]) -> None:
+    slide()
+
+
 class PackedCache(CacheOrder):
     """One contiguous buffer a layer with everything placed; a denoise step writes only its chunk.
 
@@ -256,13 +264,23 @@ class PackedCache(CacheOrder):
         buffers: CacheBuffers,
         *,
         ops: RowOps | None = None,
+        run_slide: RunSlide = _slide_now,
     ) -> None:
         super().__init__(config, tables)
         self._ops: RowOps = ops or PlainRowOps()
+        self._run_slide = run_slide
         self._window_rows = config.window_chunks * self.rows
         self._ring = config.window_chunks
         self._buffers = buffers
         self._views: dict[int, WindowViews] = {}
+        self._adopt(tables)
+
+    def _adopt(self, tables: WindowTables) -> None:
+        """Copy the tables to where slides read them."""
+        buffers = self._buffers
+        buffers.cos_SK.copy_(tables.cos_SK)
+        buffers.sin_SK.copy_(tables.sin_SK)
+        self.tables = replace(tables, cos_SK=buffers.cos_SK, sin_SK=buffers.sin_SK)
 
     @property
     def views(self) -> WindowViews:
@@ -301,7 +319,7 @@ class PackedCache(CacheOrder):
     def renew_prefix(self, tables: WindowTables) -> None:
         """Make room for another prefix and rotate the history by the new tables."""
         old_rows, new_rows = self.tables.prefix_rows, tables.prefix_rows
-        self.tables = tables
+        self._adopt(tables)
         self._placement = None
         if new_rows != old_rows:
             self._buffers.resize_prefix(new_rows)
@@ -380,6 +398,17 @@ class PackedCache(CacheOrder):
     def _slide(self) -> None:
         if self.committed <= self.history_limit:
             return  # the window still fills: the committed chunk already sits in its slot
+        buffers = self._buffers
+        ring = [self._ring_rows(chunk_index) for chunk_index in self.history]
+        # The ring has turned on since the last slide: what is rotated lies elsewhere.
+        raw = [keys[:, rows] for keys in buffers.ring_BSNK for rows in ring]
+        fixed = (
+            *buffers.keys_BSNK, *buffers.values_BSNK, *raw, buffers.cos_SK, buffers.sin_SK,
+        )  # fmt: skip
+        self._run_slide(self.tables.prefix_rows, self._move_down, fixed)
+
+    def _move_down(self) -> None:
+        """Move every chunk to the slot before its own."""
         buffers = self._buffers
         for slot, chunk_index in enumerate(self.history):
             target, source = self._rows_of(slot), self._rows_of(slot + 1)

@@ -60,7 +60,7 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
     if compiling == "auto":
         compiling = "off"
         if is_cuda and config.has_shortcuts:
-            why = _no_compiler()
+            why = _no_compiler(device)
             compiling = "off" if why else "full"
             if why:
                 _log.warning("compile_left_out device=%s: %s", device, why)
@@ -73,11 +73,18 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
     return dataclasses.replace(config, compile=compiling, graphs=graphs)
 
 
-def _no_compiler() -> str | None:
-    """Return why nothing can be compiled for CUDA here, or None."""
-    from torch.utils._triton import has_triton
+def _little(x: Tensor) -> Tensor:
+    return x.sin() + 1.0
 
-    return None if has_triton() else "triton is missing or does not know this device"
+
+def _no_compiler(device: torch.device) -> str | None:
+    """Return why nothing can be compiled for a device, or None; found by compiling a little."""
+    keep_compiled_code(CACHE_FOLDER.expanduser() / "compiled")
+    try:
+        compile_module(_little)(torch.zeros(8, device=device))
+    except (RuntimeError, OSError, ImportError) as error:
+        return str(error).partition("\n")[0]
+    return None
 
 
 def speed_parts(

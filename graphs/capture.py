@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Pass = Callable[[], Tensor | None]
-"""One pass over inputs at fixed addresses. Running it again changes nothing more."""
+"""One pass over inputs at fixed addresses; nothing is done twice for one that is asked for once."""
 
 
 class Captured(Protocol):

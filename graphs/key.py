@@ -17,6 +17,7 @@ class Phase(StrEnum):
 
     DENOISE = "denoise"
     REFRESH = "refresh"
+    SLIDE = "slide"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

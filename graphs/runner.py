@@ -33,8 +33,8 @@ class RunnerLimits:
 
     captures_per_turn: int = 1
     """So that the others of a turn come in time."""
-    max_entries: int = 24
-    """Two phases of six windows, for two lengths of prompt."""
+    max_entries: int = 40
+    """Two phases of six windows and six slides, for two lengths of prompt."""
     max_bytes: int = 16 * _GIB
     is_strict: bool = False
     """Raise where a pass cannot be recorded, instead of running it plainly."""

@@ -9,6 +9,7 @@ from engine.config import EngineConfig
 from engine.core import CoreOptions, RolloutCore
 from engine.engine import Engine
 from engine.errors import ConfigError
+from graphs.key import Phase
 from graphs.runner import GraphRunner, RunnerLimits
 from tests.graphs.tape import TapeCapture
 from tests.tiny import chunk_noise, narrow_config, random_prefix, tiny_model, walk_views
@@ -68,11 +69,11 @@ def test_an_eventful_rollout_is_the_same_bit_for_bit(batch_size):
     assert runner.counts.unlisted == runner.counts.failures == 0
 
 
-def test_all_twelve_passes_are_recorded_once_and_serve_every_rollout():
+def test_every_pass_is_recorded_once_and_serves_every_rollout():
     model, views = tiny_model(CONFIG), walk_views(CONFIG, 9)
     core, runner, _ = _recorded(model)
     plain = RolloutCore(model)
-    for seed in range(4):  # plain, denoise recorded, refresh recorded, replayed
+    for seed in range(5):  # a chunk records one pass: denoise, refresh, and the slide if there is
         inputs = random_prefix(CONFIG, seed)
         state, expected = core.begin(inputs), plain.begin(inputs)
         for index in range(9):
@@ -80,9 +81,10 @@ def test_all_twelve_passes_are_recorded_once_and_serve_every_rollout():
                 _chunk(core, state, index, views), _chunk(plain, expected, index, views)
             )
         del state
-    keys = [entry.key for entry in runner.entries]
-    assert len(keys) == len(set(keys)) == 12
-    assert runner.counts.captures == 12
+    passes = [entry.key for entry in runner.entries if entry.key.phase != Phase.SLIDE]
+    assert len(passes) == len(set(passes)) == 12
+    # Three slides in nine chunks, each of another part of the ring.
+    assert len(runner.entries) == runner.counts.captures == 12 + 3
 
 
 def test_the_steady_window_is_recorded_first():

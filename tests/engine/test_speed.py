@@ -35,14 +35,24 @@ def _resolved(config: EngineConfig, device: torch.device) -> tuple[str, object]:
     ids=["cpu", "cuda", "no-shortcut", "blocks", "no-graphs", "cpu-full"],
 )
 def test_auto_is_resolved_by_the_device(monkeypatch, device, changes, expected):
-    monkeypatch.setattr(speed, "_no_compiler", lambda: None)
+    monkeypatch.setattr(speed, "_no_compiler", lambda device: None)
     assert _resolved(EngineConfig(**changes), device) == expected
 
 
 def test_a_missing_compiler_is_left_out_and_said(monkeypatch, caplog):
-    monkeypatch.setattr(speed, "_no_compiler", lambda: "triton is missing")
+    monkeypatch.setattr(speed, "_no_compiler", lambda device: "triton is missing")
     assert _resolved(EngineConfig(), CUDA) == ("off", True)
     assert "compile_left_out device=cuda:0: triton is missing" in caplog.text
+
+
+def test_a_compiler_that_fails_gives_its_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def fail(*args: object, **options: object) -> object:
+        raise RuntimeError("Failed to find C compiler\nmore")
+
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: fail)
+    assert speed._no_compiler(CPU) == "Failed to find C compiler"
 
 
 @pytest.mark.parametrize(
