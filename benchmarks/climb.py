@@ -105,16 +105,20 @@ class LadderScenario:
     chunk_count: int = 10
     """Chunks of a row that count."""
     rows: tuple[str, ...] = ROW_NAMES
-    """Names of `ROWS`; the first row is always climbed, because errors are against it."""
+    """Names of `ROWS`; the others are left out. The first row is always climbed, because errors are
+    against it."""
+    start: str = ROW_NAMES[0]
+    """Rows between the first and this one are taken without being measured."""
 
     def __post_init__(self) -> None:
         if self.preset not in PRESET_NAMES:
             raise ConfigError(f"preset: {self.preset!r}; allowed: {', '.join(PRESET_NAMES)}")
         if not 1 <= self.chunk_count <= CHUNK_LIMIT:
             raise ConfigError(f"chunks: {self.chunk_count}; allowed: 1 to {CHUNK_LIMIT}")
-        for name in self.rows:
-            if name not in ROW_NAMES:
-                raise ConfigError(f"rows: {name!r}; allowed: {', '.join(ROW_NAMES)}")
+        for option, names in (("rows", self.rows), ("start", (self.start,))):
+            for name in names:
+                if name not in ROW_NAMES:
+                    raise ConfigError(f"{option}: {name!r}; allowed: {', '.join(ROW_NAMES)}")
         if self.weights not in ("auto", "shipped", "random"):
             raise ConfigError(f"weights: {self.weights!r}; allowed: auto, shipped, random")
         if self.weights == "shipped" and not self._ships:
@@ -254,6 +258,9 @@ def climb(scenario: LadderScenario, grounds: Grounds, exchange: Exchange) -> Ite
     last: Climbed | None = None
     for row in ROWS:
         if row.name not in scenario.rows and row is not ROWS[0]:
+            continue
+        if ROWS[0] is not row and ROW_NAMES.index(row.name) < ROW_NAMES.index(scenario.start):
+            base = dataclasses.replace(base, **row.changes)
             continue
         _release(device)
         try:

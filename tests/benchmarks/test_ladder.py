@@ -134,6 +134,13 @@ def test_rows_that_fail_are_refused_with_their_reason(monkeypatch, capsys):
     assert whole["rows"][1]["reason"] == "the compiler gave up"
 
 
+def test_a_ladder_can_be_climbed_in_parts(capsys):
+    assert main([*TINY, "--rows", "prefix,packed", "--start", "packed"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["row"] for row in rows] == ["eager", "packed"]
+    assert rows[1]["config"]["prefix_cache"]
+
+
 def test_an_approximate_row_that_changes_nothing_is_refused(monkeypatch, capsys):
     idle = dataclasses.replace(climbing.ROWS[1], changes={}, is_approximate=True)
     monkeypatch.setattr(climbing, "ROWS", (climbing.ROWS[0], idle))
@@ -154,6 +161,7 @@ def test_the_error_is_relative_and_sees_a_single_bit():
     ("options", "message"),
     [
         (["--rows", "magic"], "rows: 'magic'; allowed: eager, "),
+        (["--start", "magic"], "start: 'magic'; allowed: eager, "),
         (["--chunks", "0"], "chunks: 0; allowed: 1 to"),
         (["--geometry", "wide"], "geometry: 'wide'; allowed: WIDTHxHEIGHT"),
         (["--geometry", "100x100"], "geometry.height_px is 100"),
