@@ -34,10 +34,10 @@ class CacheBuffers:
     keys_BSNK: list[Tensor]
     """Placed keys of prefix and window."""
     values_BSNK: list[Tensor]
-    ring_BSNK: list[Tensor]
+    raw_BSNK: list[Tensor]
     """Rotary channels of the window's keys before they are rotated."""
     newest_BSNK: list[Tensor]
-    """The same of the chunk that is being refreshed: a place that does not move with the ring."""
+    """The same of the chunk that is being refreshed, whose slot differs while the window fills."""
     cos_SK: Tensor
     sin_SK: Tensor
     """Rotary tables of the window's slots."""
@@ -77,7 +77,7 @@ def allocate(
         shape=shape,
         keys_BSNK=lists(rows, width),
         values_BSNK=lists(rows, width),
-        ring_BSNK=lists(window_rows, config.rotary_dim),
+        raw_BSNK=lists(window_rows, config.rotary_dim),
         newest_BSNK=lists(config.rows_per_chunk, config.rotary_dim),
         cos_SK=table,
         sin_SK=torch.empty_like(table),

@@ -260,8 +260,8 @@ class RolloutCore:
             key_value=send(camera.key_value, self.device),
             output=send(camera.output, self.device),
         )
-        state.cache.begin(state.cache.committed, camera)
         self._passes.begin_chunk()
+        state.cache.begin(state.cache.committed, camera)
 
     @torch.no_grad()
     def velocity(

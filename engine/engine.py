@@ -214,7 +214,7 @@ class Engine:
         anchor_BCTHW = torch.zeros(anchor_shape(self.model_config))
         rollout = self.new_rollout("", anchor_BCTHW=anchor_BCTHW)
         windows = self.model_config.window_chunks
-        # The steady window comes once more for each of its two passes.
+        # The steady window comes twice more: its passes are recorded, then its slide.
         total = windows + (2 if self.config.graphs is True else 0)
         for done in range(total):
             self.step(rollout, Action.still())

@@ -254,7 +254,7 @@ class PackedCache(CacheOrder):
 
     Values and the PRoPE channels of keys are final once written, because a pose is relative to the
     first frame for life. The rotary channels of keys move one slot per chunk, so they are also kept
-    raw (in a ring, slot = chunk modulo window) and rotated anew once per slide.
+    raw, slot by slot as the keys lie, and rotated anew once per slide.
     """
 
     def __init__(
@@ -270,7 +270,6 @@ class PackedCache(CacheOrder):
         self._ops: RowOps = ops or PlainRowOps()
         self._run_slide = run_slide
         self._window_rows = config.window_chunks * self.rows
-        self._ring = config.window_chunks
         self._buffers = buffers
         self._views: dict[int, WindowViews] = {}
         self._adopt(tables)
@@ -324,8 +323,10 @@ class PackedCache(CacheOrder):
         if new_rows != old_rows:
             self._buffers.resize_prefix(new_rows)
             self._views.clear()
-        for slot, chunk_index in enumerate(self._resident()):
-            self._rotate(slot, chunk_index)
+        # One more than the history while a slide is due.
+        is_due = self._can_undo and self.committed > self.history_limit
+        for slot in range(self.slot + is_due):
+            self._rotate(slot)
 
     def window(
         self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
@@ -375,52 +376,45 @@ class PackedCache(CacheOrder):
         return (
             ("keys", buffers.keys_BSNK),
             ("values", buffers.values_BSNK),
-            ("ring", buffers.ring_BSNK),
+            ("raw", buffers.raw_BSNK),
         )
 
-    def _ring_rows(self, chunk_index: int) -> slice:
-        begin = chunk_index % self._ring * self.rows
-        return slice(begin, begin + self.rows)
+    def _raw_rows(self, slot: int) -> slice:
+        return slice(slot * self.rows, (slot + 1) * self.rows)
 
-    def _rotate(self, slot: int, chunk_index: int) -> None:
+    def _rotate(self, slot: int) -> None:
         cos_RK, sin_RK = self.slot_tables(slot)
-        rows, ring = self._rows_of(slot), self._ring_rows(chunk_index)
-        buffers = self._buffers
-        for keys, raw_keys in zip(buffers.keys_BSNK, buffers.ring_BSNK, strict=True):
-            self._ops.rotate(raw_keys[:, ring], cos_RK, sin_RK, keys[:, rows])
-
-    def _resident(self) -> list[int]:
-        """Chunks in the slots as they lie, one more than the history while a slide is due."""
-        if self._can_undo and self.committed > self.history_limit:
-            return [self.committed - self._ring, *self.history]
-        return self.history
+        rows, raw_rows, buffers = self._rows_of(slot), self._raw_rows(slot), self._buffers
+        for keys, raw_keys in zip(buffers.keys_BSNK, buffers.raw_BSNK, strict=True):
+            self._ops.rotate(raw_keys[:, raw_rows], cos_RK, sin_RK, keys[:, rows])
 
     def _slide(self) -> None:
         if self.committed <= self.history_limit:
             return  # the window still fills: the committed chunk already sits in its slot
         buffers = self._buffers
-        ring = [self._ring_rows(chunk_index) for chunk_index in self.history]
-        # The ring has turned on since the last slide: what is rotated lies elsewhere.
-        raw = [keys[:, rows] for keys in buffers.ring_BSNK for rows in ring]
         fixed = (
-            *buffers.keys_BSNK, *buffers.values_BSNK, *raw, buffers.cos_SK, buffers.sin_SK,
+            *buffers.keys_BSNK, *buffers.values_BSNK, *buffers.raw_BSNK,
+            buffers.cos_SK, buffers.sin_SK,
         )  # fmt: skip
         self._run_slide(self.tables.prefix_rows, self._move_down, fixed)
 
     def _move_down(self) -> None:
         """Move every chunk to the slot before its own."""
         buffers = self._buffers
-        for slot, chunk_index in enumerate(self.history):
+        layers = (buffers.keys_BSNK, buffers.values_BSNK, buffers.raw_BSNK)
+        for slot in range(self.history_limit):
             target, source = self._rows_of(slot), self._rows_of(slot + 1)
-            for keys, values in zip(buffers.keys_BSNK, buffers.values_BSNK, strict=True):
+            raw_target, raw_source = self._raw_rows(slot), self._raw_rows(slot + 1)
+            for keys, values, raw_keys in zip(*layers, strict=True):
                 keys[:, target, :, self.start :] = keys[:, source, :, self.start :]
                 values[:, target] = values[:, source]
-            self._rotate(slot, chunk_index)
+                raw_keys[:, raw_target] = raw_keys[:, raw_source]
+            self._rotate(slot)
 
     def _commit(self, placement: Placement) -> None:
-        ring, buffers = self._ring_rows(self.committed), self._buffers
-        for raw_keys, newest in zip(buffers.ring_BSNK, buffers.newest_BSNK, strict=True):
-            raw_keys[:, ring] = newest
+        rows, buffers = self._raw_rows(self.slot), self._buffers
+        for raw_keys, newest in zip(buffers.raw_BSNK, buffers.newest_BSNK, strict=True):
+            raw_keys[:, rows] = newest
 
     def _undo(self) -> None:
         pass

@@ -31,10 +31,10 @@ _GIB = 2**30
 class RunnerLimits:
     """What the recordings may cost."""
 
-    captures_per_turn: int = 1
-    """So that the others of a turn come in time."""
-    max_entries: int = 40
-    """Two phases of six windows and six slides, for two lengths of prompt."""
+    captures_per_turn: int = 2
+    """The two passes of a chunk: it then takes about half as long again."""
+    max_entries: int = 32
+    """Two phases of six windows and the slide, for two lengths of prompt."""
     max_bytes: int = 16 * _GIB
     is_strict: bool = False
     """Raise where a pass cannot be recorded, instead of running it plainly."""

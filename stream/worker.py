@@ -180,7 +180,7 @@ class Worker:
             raise UnsupportedError(f"preset {spec.preset} has no decoder: it makes latents only")
         session = Session(world, prompt="", seed=0)
         is_model = spec.source == "model"
-        # On CUDA the steady window comes once more: its two passes are recorded one at a time.
+        # On CUDA the steady window comes twice more: its passes are recorded, then its slide.
         more = 2 if world.device.startswith("cuda") else 1
         count = preset(spec.preset).model.window_chunks + more if is_model else 1
         for done in range(count):

@@ -16,7 +16,11 @@ from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from tests.tiny import random_action, random_anchor, tiny_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The compiler gives advice about settings that would change the numbers.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+]
 
 CONFIG = tiny_config()
 CHUNKS = 9
@@ -57,7 +61,7 @@ def test_replays_equal_plain_passes_bit_for_bit(compiling):
     for seed in range(5):  # each rollout finds more passes recorded than the one before
         assert torch.equal(_roll(recorded, seed=seed), expected[seed]), f"seed {seed}"
     runner = recorded.core.runner
-    assert runner.counts.captures == 12 + 3  # and as many slides, each of another part of the ring
+    assert runner.counts.captures == 12 + 1  # and the slide
     assert runner.counts.failures == runner.counts.unlisted == 0
     for engine in (plain, recorded):
         engine.close()
@@ -90,7 +94,7 @@ def test_a_long_walk_allocates_nothing_and_waits_for_nothing():
     engine.warm_up()
     rollout = engine.new_rollout("night", anchor_BCTHW=random_anchor(CONFIG))
     actions = [random_action(index) for index in range(SOAK_CHUNKS)]
-    for index in range(10):
+    for index in range(20):  # the shorter windows are recorded, and nothing after them
         engine.step(rollout, actions[index])
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
