@@ -20,6 +20,7 @@ from stream.frames import NO_CHUNK
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.trace import read_trace
 from stream.worker_messages import (
+    Applied,
     ChunkDone,
     ChunkStarted,
     EndSession,
@@ -104,7 +105,9 @@ def test_a_session_goes_on_when_its_worker_dies(tmp_path: Path) -> None:
             assert started.epoch == done.epoch + 1
             resumed = await client.wait(FrameReady)
             assert (resumed.meta.chunk, resumed.meta.frame_id) == (NO_CHUNK, last_id + 1)
-            await client.wait(ChunkDone)
+            # A chunk may begin before the new worker has read the wish that came with the session.
+            applied = await client.wait(Applied, lambda applied: applied.id == 1)
+            await client.wait(ChunkDone, lambda done: done.chunk >= applied.chunk)
             chunks = read_trace(started.trace).chunks
             assert [chunk.prompt for chunk in chunks if chunk.prompt] == ["slow 0.02"]
             assert client.handle.restart_count == 1
