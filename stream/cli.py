@@ -8,7 +8,6 @@ message is one line. Nothing heavy is imported before a command has checked its 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -26,6 +25,7 @@ from engine.errors import (
     WorldStreamError,
 )
 from stream.generate import Made, generate
+from stream.idle_threads import SHARED_SPIN_COUNT, set_spin_count
 from stream.jobs import (
     File,
     Job,
@@ -352,7 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
         command = read_command(arguments)
-        _let_idle_threads_sleep()
+        if not isinstance(command, Serve):
+            set_spin_count(SHARED_SPIN_COUNT)
         if command.verbose:
             from stream.logs import configure_logs
 
@@ -379,18 +380,6 @@ def read_command(arguments: Sequence[str] | None = None) -> Command:
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-
-
-def _let_idle_threads_sleep() -> None:
-    """Set how long idle threads spin, before torch is loaded; what the user set stays.
-
-    By default OpenMP threads spin for milliseconds at each barrier. As soon as anything else wants
-    a core (a video encoder, a second session) a chunk of `mini` on 2 cores then takes 2,000 to
-    7,500 ms; when threads sleep after some 40 us it takes 820 to 1,240, and 370 instead of 350 on
-    an idle machine.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def _run_batch(path: str, defaults: JobOptions) -> int:

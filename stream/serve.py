@@ -25,6 +25,7 @@ from engine.config import preset
 from engine.errors import CheckpointError, ConfigError, DeviceError, UnsupportedError
 from stream import protocol
 from stream.app import create_app
+from stream.idle_threads import LONE_SPIN_COUNT, SHARED_SPIN_COUNT, set_spin_count
 from stream.jobs import check_writable
 from stream.live import Live
 from stream.memory import available_bytes
@@ -88,6 +89,8 @@ def serve(settings: ServerSettings) -> None:
     """
     settings = with_token(settings)
     check(settings)
+    # Workers take it over from here.
+    set_spin_count(LONE_SPIN_COUNT if settings.max_sessions == 1 else SHARED_SPIN_COUNT)
     listener = bind(settings)
     lost: list[str] = []
 
