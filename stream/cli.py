@@ -352,7 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     try:
         command = read_command(arguments)
-        if not isinstance(command, Serve):
+        # The service, also one that is measured, chooses for itself.
+        if not isinstance(getattr(command, "target", command), Serve | BenchLive):
             set_spin_count(SHARED_SPIN_COUNT)
         if command.verbose:
             from stream.logs import configure_logs
