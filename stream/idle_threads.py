@@ -13,8 +13,8 @@ wants a core; so it takes 820 to 1,240, and 370 instead of 350 on an idle machin
 
 LONE_SPIN_COUNT = 200_000
 """For one world that is played in a browser on the same 2 cores. The page wakes for some 10 ms a
-frame, and threads that sleep between two operations then wait for each other: a chunk took 720 to
-850 ms in three runs, 580 and 650 with this count; a key to the screen 970 to 1,090 ms, 810 and
+frame, and threads that sleep between two operations then wait for each other: a chunk took 700 to
+850 ms in four runs, 580 and 650 with this count; a key to the screen 940 to 1,090 ms, 810 and
 910 with it."""
 
 
