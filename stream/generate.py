@@ -117,6 +117,9 @@ def roll_out(
                 progress.chunk_done(frame_count - before)
                 if stop.is_set:
                     break
+            for frames in session.finish():
+                recorder.write(frames.frames_THWC.cpu().numpy())
+                frame_count += len(frames.frames_THWC)
             recorder.finish()
     except BaseException:
         recorder.abort()

@@ -196,8 +196,10 @@ def measure(scenario: Scenario) -> Measured:
         load_s=load_s,
         first_frame_s=(begin_ms + first.first_ms) / 1e3,
         warm_up_s=warm_up_s,
+        # Chunks differ in their parts where frames wait for the next one.
         parts={
-            name: spread([sample.parts[name] for sample in samples]) for name in samples[0].parts
+            name: spread([sample.parts[name] for sample in samples if name in sample.parts])
+            for name in dict.fromkeys(name for sample in samples for name in sample.parts)
         },
         chunk=spread([sample.chunk_ms for sample in samples]),
         cpu=spread([sample.cpu_ms for sample in samples]),

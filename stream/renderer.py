@@ -39,6 +39,7 @@ class RendererWorld:
     """
 
     has_frames = True
+    lookahead_latents = 0
     digest_of = "frames"
     model_hash = "renderer"
     device = "cpu"
@@ -83,6 +84,10 @@ class RendererWorld:
                 latent_index=latent + index,
             )
             begin += count
+
+    def finish(self) -> Iterator[FrameChunk]:
+        """Nothing waits: a step yields all its frames."""
+        yield from ()
 
     def state(self) -> WorldState:
         """Return where the camera is and how it moves."""

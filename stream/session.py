@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.config import FRAMES_PER_LATENT, Geometry
 from engine.errors import StateError
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
 
 LATENTS_PER_CHUNK = len(FRAMES_PER_LATENT)
-_MEMORY = "decoder."
+_DECODER = "decoder."
+_Each = TypeVar("_Each")
+_LATENT_INDEX = f"{_DECODER}latent_index"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,8 @@ class World(Protocol):
     geometry: Geometry
     has_frames: bool
     """Whether steps yield frames; without a decoder there are latents only."""
+    lookahead_latents: int
+    """Latents of the next chunk that frames of a chunk may wait for; 0: steps yield all theirs."""
     digest_of: str
     """What the digest is taken over: "latents", or "frames" where there are none."""
     model_hash: str
@@ -59,7 +63,10 @@ class World(Protocol):
         """Change the prompt from the next chunk on."""
 
     def step(self, action: Action) -> Iterator[FrameChunk]:
-        """Make one chunk and yield its frames, latent by latent."""
+        """Make one chunk and yield the frames that are due, latent by latent."""
+
+    def finish(self) -> Iterator[FrameChunk]:
+        """End the rollout: yield the frames that wait for a chunk which will not come."""
 
     def state(self) -> WorldState:
         """Return where the rollout is, between two chunks."""
@@ -76,6 +83,7 @@ class ModelWorld:
     ) -> None:
         self.geometry = engine.model_config.geometry
         self.has_frames = decoder is not None
+        self.lookahead_latents = 0 if decoder is None else decoder.lookahead_latents
         self.digest_of = "latents"
         self.model_hash = engine.model_hash
         self.device = str(engine.device)
@@ -85,7 +93,7 @@ class ModelWorld:
         self.timings: StepTimings | None = None
         """Of the last step, decoding not included; complete after its last frame."""
         self._engine = engine
-        self._decoder = decoder
+        self._decoder: StreamingDecoder | None = decoder
         self._anchor_BCTHW = anchor_BCTHW
         self._rollout: Rollout | None = None
         self._decoder_state: DecoderState | None = None
@@ -94,7 +102,8 @@ class ModelWorld:
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         """Start a rollout and an empty decoder state."""
         self._digest = digest
-        self._rollout = None  # before the next one is there, which takes over its memory
+        # Before the next ones are there, which take over their memory.
+        self._rollout = self._decoder_state = None
         self._rollout = self._engine.new_rollout(prompt, anchor_BCTHW=self._anchor_BCTHW, seed=seed)
         self._decoder_state = self._decoder.new_state() if self._decoder else None
 
@@ -116,20 +125,42 @@ class ModelWorld:
         self._digest.update(latents_BCTHW)
         if self._decoder is not None and self._decoder_state is not None:
             for index in range(LATENTS_PER_CHUNK):
-                yield self._decoder.decode(self._decoder_state, latents_BCTHW[:, :, index])
+                yield from self._decoder.push(self._decoder_state, latents_BCTHW[:, :, index])
         if not is_cuda:
             self._engine.commit(rollout)
         self._engine.settle(rollout)
 
+    def finish(self) -> Iterator[FrameChunk]:
+        """End the stream of frames, not that of latents."""
+        if self._decoder is not None and self._decoder_state is not None:
+            yield from self._decoder.flush(self._decoder_state)
+
+    def swap_decoder(self, decoder: StreamingDecoder) -> tuple[FrameChunk, ...]:
+        """Let another decoder go on from the next chunk; it knows nothing of those before.
+
+        Returns the frames that the one before still owed; they come first.
+
+        Raises:
+            StateError: the world has no decoder, or no rollout.
+        """
+        rollout = self._begun()
+        if self._decoder is None or self._decoder_state is None:
+            raise StateError("swap_decoder: the world has latents only; expected one with frames")
+        owed = self._decoder.flush(self._decoder_state)
+        self._decoder, self.lookahead_latents = decoder, decoder.lookahead_latents
+        self._decoder_state = decoder.new_state(LATENTS_PER_CHUNK * rollout.chunk_index)
+        return owed
+
     def state(self) -> WorldState:
-        """Return the cache, the camera, and the memories of the decoder."""
+        """Return the cache, the camera, and the state of the decoder."""
         snapshot = self._engine.snapshot(self._begun())
         tensors = dict(snapshot.buffers)
         values = {"chunk_index": float(snapshot.chunk_index), **asdict(snapshot.camera)}
         if self._decoder_state is not None:
-            values["latent_index"] = float(self._decoder_state.latent_index)
-            for index, memory in enumerate(self._decoder_state.memories):
-                tensors[f"{_MEMORY}{index}"] = memory
+            decoded = self._decoder_state.snapshot()
+            values[_LATENT_INDEX] = float(decoded.latent_index)
+            values |= {f"{_DECODER}{name}": float(each) for name, each in decoded.values.items()}
+            tensors |= {f"{_DECODER}{name}": each for name, each in decoded.tensors.items()}
         return WorldState(tensors=tensors, values=values)
 
     def set_state(self, state: WorldState) -> None:
@@ -140,23 +171,24 @@ class ModelWorld:
         """
         from engine.camera import CameraState
         from engine.rollout import RolloutSnapshot
-        from vae_stream.decoder import DecoderState
+        from vae_stream.decoder import DecoderSnapshot
 
-        values = dict(state.values)
-        memories = [name for name in state.tensors if name.startswith(_MEMORY)]
+        values, decoder_values = _parted(state.values)
+        buffers, memories = _parted(state.tensors)
         chunk_index = int(values.pop("chunk_index"))
         if self._decoder_state is not None:
-            device = self._decoder_state.memories[0].device
-            order = sorted(memories, key=lambda name: int(name.removeprefix(_MEMORY)))
-            # Only `to` keeps the layout in memory, which kernels choose by.
-            self._decoder_state = DecoderState(
-                int(values.pop("latent_index")),
-                tuple(state.tensors[name].to(device) for name in order),
+            latent_index = int(decoder_values.pop("latent_index"))
+            decoded = DecoderSnapshot(
+                latent_index=latent_index,
+                values={name: int(value) for name, value in decoder_values.items()},
+                tensors=memories,
             )
+            try:
+                self._decoder_state.restore(decoded)
+            except ValueError as error:
+                raise StateError(f"set_state: {error}") from error
         snapshot = RolloutSnapshot(
-            chunk_index=chunk_index,
-            camera=CameraState(**values),
-            buffers={name: each for name, each in state.tensors.items() if name not in memories},
+            chunk_index=chunk_index, camera=CameraState(**values), buffers=buffers
         )
         self._engine.restore(self._begun(), snapshot)
 
@@ -164,6 +196,17 @@ class ModelWorld:
         if self._rollout is None:
             raise StateError("world: no rollout; expected begin() first")
         return self._rollout
+
+
+def _parted(named: Mapping[str, _Each]) -> tuple[dict[str, _Each], dict[str, _Each]]:
+    """Split what a state holds into the engine's and the decoder's, the latter by its own names."""
+    engine, decoder = dict[str, _Each](), dict[str, _Each]()
+    for name, each in named.items():
+        if name.startswith(_DECODER):
+            decoder[name.removeprefix(_DECODER)] = each
+        else:
+            engine[name] = each
+    return engine, decoder
 
 
 class Session:
@@ -221,7 +264,7 @@ class Session:
         self.chunk_index = chunk_index
 
     def step(self, action: Action) -> Iterator[FrameChunk]:
-        """Make one chunk and yield its frames as each latent is decoded.
+        """Make one chunk and yield the frames that are due as each latent is decoded.
 
         Raises:
             StateError: the frames of the step before were not taken to the end.
@@ -236,3 +279,13 @@ class Session:
                 return
         self._is_stepping = False
         self.chunk_index += 1
+
+    def finish(self) -> Iterator[FrameChunk]:
+        """Yield the frames that the last chunk still owes; nothing comes after but a reset.
+
+        Raises:
+            StateError: the frames of the step before were not taken to the end.
+        """
+        if self._is_stepping:
+            raise StateError("finish: a step is under way; expected its last frame first")
+        yield from self._world.finish()

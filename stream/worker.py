@@ -178,6 +178,11 @@ class Worker:
         world = self._worlds.open(StartFrom(scene=self._config.warm_up_scene)).world
         if not world.has_frames:
             raise UnsupportedError(f"preset {spec.preset} has no decoder: it makes latents only")
+        if world.lookahead_latents:
+            raise UnsupportedError(
+                f"decoder: frames wait for {world.lookahead_latents} latents of the next chunk, "
+                "which nobody has steered yet; needed for play: a mode without lookahead"
+            )
         session = Session(world, prompt="", seed=0)
         is_model = spec.source == "model"
         # On CUDA the steady window comes twice more: its passes are recorded, then its slide.

@@ -37,7 +37,9 @@ class Models:
     decoder: StreamingDecoder | None
 
     def close(self) -> None:
-        """Free the engine."""
+        """Free the engine and what the decoder keeps."""
+        if self.decoder is not None:
+            self.decoder.close()
         self.engine.close()
 
 
@@ -99,7 +101,6 @@ def load_models(spec: WorldSpec) -> Models:
         DeviceError: the device or its memory does not suffice.
     """
     from engine.engine import Engine
-    from vae_stream.decoder import StreamingDecoder
     from vae_stream.encoder import ImageEncoder
 
     found = preset(spec.preset, spec.geometry)
@@ -119,14 +120,26 @@ def load_models(spec: WorldSpec) -> Models:
             )
     # The picture is encoded once, so it may as well be exact; frames follow the engine's dtype.
     encoder = ImageEncoder(_vae(folder, torch.float32, engine.device))
-    decoder = None
-    if spec.preset != "h3_33b":
-        decoder = StreamingDecoder(
-            _vae(folder, engine.dtype, engine.device),
-            height_px=spec.geometry.height_px,
-            width_px=spec.geometry.width_px,
-        )
+    decoder = None if spec.preset == "h3_33b" else _decoder(folder, spec, engine)
     return Models(engine=engine, encoder=encoder, decoder=decoder)
+
+
+def _decoder(folder: Path | None, spec: WorldSpec, engine: Engine) -> StreamingDecoder:
+    """Decoder of a folder of weights, or one of the random codec."""
+    from vae_stream.opening import open_decoder
+    from vae_stream.tiny_decoder import TinyDecoder
+
+    size = spec.geometry
+    if folder is None:
+        vae = _vae(None, engine.dtype, engine.device)
+        return TinyDecoder(vae, height_px=size.height_px, width_px=size.width_px)
+    try:
+        return open_decoder(
+            folder / VAE_FOLDER, device=engine.device, dtype=engine.dtype,
+            height_px=size.height_px, width_px=size.width_px,
+        )  # fmt: skip
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"weights: {folder / VAE_FOLDER}: {error}") from error
 
 
 def _vae(folder: Path | None, dtype: torch.dtype, device: torch.device) -> TinyVae:

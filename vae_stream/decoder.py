@@ -1,22 +1,24 @@
-"""Streaming decoder: one latent frame in, one or four pictures out.
+"""What every streaming decoder is: latent frames in, pictures out, in order and without gaps.
 
-Owns: the absolute latent index and memories of a stream, checks at the border.
-Invariants: state is an argument and its tensors are never written in place, so a snapshot is cheap;
-frames come in order without gaps; the same input and thread count give the same bits.
+Owns the interface, the state's form, the checks at the border. Decoders differ in when pictures
+come: a causal one gives those of a latent at once, one that looks ahead keeps them until later
+latents are there, or until `flush` says that none will come.
+Invariants: state is an argument; the same input, order of calls and thread count give the same
+bits; a latent gives 1 picture at a block's start, else 4, whatever the decoder, so that one may
+take over from another at the border of a chunk.
 Legend: B batch, T frames, C channels, H height, W width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from vae_stream.geometry import BLOCK_LATENTS, SPATIAL_RATIO, first_frame, frame_count
-from vae_stream.pixels import to_uint8
-from vae_stream.taehv import TinyVae
+from vae_stream.geometry import SPATIAL_RATIO, first_frame, frame_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,117 +35,219 @@ class FrameChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSnapshot:
-    """A point of a stream to go back to."""
+    """A point of a stream to go back to; nothing writes its tensors."""
 
     latent_index: int
-    memories: tuple[Tensor, ...]
+    values: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
 
 
 class DecoderState:
-    """What changes while a stream is decoded: latent index and memories."""
+    """What changes while a stream is decoded.
 
-    __slots__ = ("latent_index", "memories")
-
-    def __init__(self, latent_index: int, memories: tuple[Tensor, ...]) -> None:
-        self.latent_index = latent_index
-        self.memories = memories
-
-    def snapshot(self) -> DecoderSnapshot:
-        """Return the present point. Memories are shared: nothing writes them in place."""
-        return DecoderSnapshot(latent_index=self.latent_index, memories=self.memories)
-
-    def restore(self, snapshot: DecoderSnapshot) -> None:
-        """Go back (or on) to a snapshot of the same decoder."""
-        self.latent_index = snapshot.latent_index
-        self.memories = snapshot.memories
-
-
-class StreamingDecoder:
-    """Decodes normalised latent frames of one picture size; holds weights only.
-
-    Args:
-        vae: network on its device and in its dtype.
-        height_px: picture height, a multiple of 16.
-        width_px: picture width, a multiple of 16.
+    This form is for decoders that replace tensors and never write them in place; one with memory at
+    fixed addresses overrides `snapshot` and `restore`, and copies.
     """
 
-    def __init__(self, vae: TinyVae, *, height_px: int = 160, width_px: int = 256) -> None:
-        if height_px % SPATIAL_RATIO or width_px % SPATIAL_RATIO or min(height_px, width_px) <= 0:
-            raise ValueError(
-                f"height_px, width_px: {height_px}, {width_px}; "
-                f"allowed: positive multiples of {SPATIAL_RATIO}"
-            )
-        self._vae = vae
-        self._latent_shape = (
-            1,
-            vae.config.latent_channels,
-            height_px // SPATIAL_RATIO,
-            width_px // SPATIAL_RATIO,
-        )
-        parameter = vae.decoder.stem.weight
-        self._device, self._dtype = parameter.device, parameter.dtype
-        # 17 frames of 256x160 on 2 cores: 131 ms fp32, 63 ms bf16; contiguous: 134 and 70 ms.
-        self._memory_format = torch.channels_last
-        vae.decoder.to(memory_format=self._memory_format)  # type: ignore[call-overload]
+    __slots__ = ("finite", "latent_index", "tensors", "values")
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        height_px: int = 160,
-        width_px: int = 256,
-    ) -> StreamingDecoder:
-        """Read a folder with `config.json` and `model.safetensors`.
+    def __init__(self, latent_index: int, tensors: Mapping[str, Tensor]) -> None:
+        if latent_index < 0:
+            raise ValueError(f"first_latent: {latent_index}; allowed: 0 or more")
+        self.latent_index = latent_index
+        """Absolute index of the next latent to push."""
+        self.values: dict[str, int] = {"is_flushed": 0}
+        self.tensors = dict(tensors)
+        self.finite = FiniteWatch()
+
+    def snapshot(self) -> DecoderSnapshot:
+        """Return the present point."""
+        return DecoderSnapshot(
+            latent_index=self.latent_index, values=dict(self.values), tensors=dict(self.tensors)
+        )
+
+    def restore(self, snapshot: DecoderSnapshot) -> None:
+        """Go back (or on) to a snapshot of the same decoder, from whatever device.
 
         Raises:
-            ValueError: the folder's content does not fit.
-            FileNotFoundError: a file is missing.
+            ValueError: it is of another decoder.
         """
-        vae = TinyVae.from_pretrained(source, dtype=dtype, device=device)
-        return cls(vae, height_px=height_px, width_px=width_px)
+        check_names("values", snapshot.values, self.values)
+        check_names("tensors", snapshot.tensors, self.tensors)
+        for name, tensor in self.tensors.items():
+            if snapshot.tensors[name].shape != tensor.shape:
+                raise ValueError(
+                    f"snapshot: {name} has shape {tuple(snapshot.tensors[name].shape)}; "
+                    f"allowed: {tuple(tensor.shape)}"
+                )
+        self.latent_index = snapshot.latent_index
+        self.values = dict(snapshot.values)
+        # Only `to` keeps the layout in memory, which kernels choose by.
+        self.tensors = {
+            name: snapshot.tensors[name].to(tensor.device) for name, tensor in self.tensors.items()
+        }
 
-    def new_state(self) -> DecoderState:
-        """Return the state before latent 0: empty memories."""
-        memories = self._vae.decoder.zero_state(1, *self._latent_shape[2:])
-        return DecoderState(0, tuple(memories))
 
-    @torch.no_grad()
-    def decode(self, state: DecoderState, latent_BCHW: Tensor) -> FrameChunk:
-        """Decode the next latent frame of `state` and move the state on.
+class StreamingDecoder(Protocol):
+    """Decodes normalised latent frames of one picture size; holds weights, states are arguments."""
+
+    @property
+    def name(self) -> str:
+        """Network and mode, for people."""
+        ...
+
+    @property
+    def height_px(self) -> int:
+        """Height of the pictures."""
+        ...
+
+    @property
+    def width_px(self) -> int:
+        """Width of the pictures."""
+        ...
+
+    @property
+    def lookahead_latents(self) -> int:
+        """Latents of the next chunk that pictures of a chunk may wait for; 0: none ever waits."""
+        ...
+
+    def new_state(self, first_latent: int = 0) -> DecoderState:
+        """Return the state before latent `first_latent` of a stream that is new to this decoder.
+
+        Raises:
+            ValueError: negative; or not the start of a block, where the decoder needs one.
+        """
+        ...
+
+    def push(self, state: DecoderState, latent_BCHW: Tensor) -> tuple[FrameChunk, ...]:
+        """Take the next latent frame, move `state` on, return the pictures that are due.
 
         Args:
             state: of this decoder; unchanged when the latent is rejected.
-            latent_BCHW: normalised, `[1, channels, height/16, width/16]`.
+            latent_BCHW: normalised, `[1, channels, height/16, width/16]`, fp32 or bf16.
+
+        Returns the pictures of none, one or more latents, this one's or earlier ones', in order.
+        They hold until the next few calls only where the device is CUDA.
 
         Raises:
-            ValueError: wrong shape, or a value that is not finite.
+            ValueError: wrong state or shape, a flushed state, or a value that is not finite (on
+                CUDA said at a later push, which nobody has to wait for).
         """
-        if tuple(latent_BCHW.shape) != self._latent_shape:
-            raise ValueError(
-                f"latent_BCHW: shape {tuple(latent_BCHW.shape)}; allowed: {self._latent_shape}"
-            )
-        if not bool(torch.isfinite(latent_BCHW).all()):
-            raise ValueError(
-                f"latent_BCHW: NaN or Inf at latent {state.latent_index}; allowed: finite values"
-            )
-        latent_BCHW = self._vae.denormalise(latent_BCHW.to(self._device)).to(
-            self._dtype, memory_format=self._memory_format
+        ...
+
+    def flush(self, state: DecoderState) -> tuple[FrameChunk, ...]:
+        """End the stream: return the pictures that wait for latents which will not come.
+
+        Raises:
+            ValueError: it is flushed already.
+        """
+        ...
+
+    def state_bytes(self) -> int:
+        """Memory of one state, computed."""
+        ...
+
+    def close(self) -> None:
+        """Give recorded passes and memory up, before the weights go; calling it again is fine."""
+        ...
+
+
+class FiniteWatch:
+    """Finds NaN and Inf without making a GPU wait: there the answer is read one push later."""
+
+    __slots__ = ("_answer", "_asked_index", "_done")
+
+    def __init__(self) -> None:
+        self._answer: Tensor | None = None
+        self._done: torch.cuda.Event | None = None
+        self._asked_index = -1
+
+    def check(self, latent_BCHW: Tensor, index: int) -> None:
+        """Look at a latent.
+
+        Raises:
+            ValueError: it holds a value that is not finite, or the one before did.
+        """
+        if latent_BCHW.device.type != "cuda":
+            if not bool(torch.isfinite(latent_BCHW).all()):
+                raise _not_finite(index)
+            return
+        if self._answer is None or self._done is None:
+            self._answer = torch.ones((), dtype=torch.bool).pin_memory()
+            self._done = torch.cuda.Event()
+        elif self._done.query() and not bool(self._answer):
+            self._answer.fill_(True)
+            raise _not_finite(self._asked_index)
+        elif not self._done.query():
+            return  # the GPU is still behind the last question
+        self._answer.copy_(torch.isfinite(latent_BCHW).all(), non_blocking=True)
+        self._done.record()
+        self._asked_index = index
+
+
+def _not_finite(index: int) -> ValueError:
+    return ValueError(f"latent_BCHW: NaN or Inf at latent {index}; allowed: finite values")
+
+
+def latent_shape(channels: int, height_px: int, width_px: int) -> tuple[int, int, int, int]:
+    """Return the shape `[1, C, H/16, W/16]` of latents for a picture size.
+
+    Raises:
+        ValueError: a size that 16 does not divide.
+    """
+    if height_px % SPATIAL_RATIO or width_px % SPATIAL_RATIO or min(height_px, width_px) <= 0:
+        raise ValueError(
+            f"height_px, width_px: {height_px}, {width_px}; "
+            f"allowed: positive multiples of {SPATIAL_RATIO}"
         )
-        raw_BTCHW, memories = self._vae.decoder(
-            latent_BCHW.unsqueeze(1),
-            state.memories,
-            last_frame_only=state.latent_index % BLOCK_LATENTS == 0,
+    return 1, channels, height_px // SPATIAL_RATIO, width_px // SPATIAL_RATIO
+
+
+def check_latent(state: DecoderState, latent_BCHW: Tensor, shape: tuple[int, ...]) -> None:
+    """Check what is pushed.
+
+    Raises:
+        ValueError: flushed state, other shape, or not finite.
+    """
+    if tuple(latent_BCHW.shape) != shape:
+        raise ValueError(f"latent_BCHW: shape {tuple(latent_BCHW.shape)}; allowed: {shape}")
+    check_open(state)
+    state.finite.check(latent_BCHW, state.latent_index)
+
+
+def check_open(state: DecoderState) -> None:
+    """Check that a stream is not at its end.
+
+    Raises:
+        ValueError: it is.
+    """
+    if state.values["is_flushed"]:
+        raise ValueError(
+            f"state: flushed at latent {state.latent_index}; expected new_state() or restore()"
         )
-        index = state.latent_index
-        state.latent_index, state.memories = index + 1, tuple(memories)
-        frames_THWC = to_uint8(raw_BTCHW[0])
-        if frames_THWC.shape[0] != frame_count(index):
-            raise RuntimeError(
-                f"latent {index}: {frames_THWC.shape[0]} frames; expected {frame_count(index)}"
-            )
-        return FrameChunk(
-            frames_THWC=frames_THWC, first_frame=first_frame(index), latent_index=index
+
+
+def check_names(what: str, got: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Check the names of a snapshot's part.
+
+    Raises:
+        ValueError: one is missing or unknown.
+    """
+    if set(got) != set(expected):
+        raise ValueError(f"snapshot: {what} {sorted(got)}; allowed: {sorted(expected)}")
+
+
+def frame_chunk(frames_THWC: Tensor, latent_index: int) -> FrameChunk:
+    """Return the pictures of a latent with their place in the stream.
+
+    Raises:
+        RuntimeError: a decoder made another number of them.
+    """
+    if frames_THWC.shape[0] != frame_count(latent_index):
+        raise RuntimeError(
+            f"latent {latent_index}: {frames_THWC.shape[0]} frames; "
+            f"expected {frame_count(latent_index)}"
         )
+    return FrameChunk(
+        frames_THWC=frames_THWC, first_frame=first_frame(latent_index), latent_index=latent_index
+    )

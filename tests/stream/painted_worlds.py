@@ -36,6 +36,7 @@ class PaintedWorld:
 
     geometry = GEOMETRY
     has_frames = True
+    lookahead_latents = 0
     digest_of = "latents"
     model_hash = "painted"
     device = "cpu"
@@ -52,6 +53,9 @@ class PaintedWorld:
         self._slow_s = float(when) if kind == "slow" else 0.0
         self._fault = kind if when.isdigit() else ""
         self._fault_chunk = int(when) if when.isdigit() else -1
+
+    def finish(self) -> Iterator[FrameChunk]:
+        yield from ()
 
     def state(self) -> WorldState:
         values = {"chunk": float(self._chunk), "walked": self._walked}

@@ -11,8 +11,9 @@ from stream.jobs import Start
 from stream.renderer import RendererWorld
 from stream.session import ModelWorld, Session
 from stream.worlds import default_prompt
-from vae_stream.decoder import StreamingDecoder
+from vae_stream.decoder import DecoderState, FrameChunk
 from vae_stream.taehv import TinyVae, TinyVaeConfig
+from vae_stream.tiny_decoder import TinyDecoder
 
 pytestmark = pytest.mark.cpu
 
@@ -28,11 +29,42 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def world(engine: Engine) -> ModelWorld:
+    return _world(engine, TinyDecoder)
+
+
+class LateDecoder(TinyDecoder):
+    """Gives the pictures of a latent when the two after it are there, or at the end."""
+
+    lookahead_latents = 2
+
+    def new_state(self, first_latent: int = 0) -> DecoderState:
+        state = super().new_state(first_latent)
+        state.values["waiting"] = 0
+        self.waiting: list[FrameChunk] = []
+        return state
+
+    def push(self, state: DecoderState, latent_BCHW: torch.Tensor) -> tuple[FrameChunk, ...]:
+        self.waiting += super().push(state, latent_BCHW)
+        due, self.waiting = self.waiting[:-2], self.waiting[-2:]
+        return tuple(due)
+
+    def flush(self, state: DecoderState) -> tuple[FrameChunk, ...]:
+        super().flush(state)
+        return tuple(self.waiting)
+
+
+def _world(engine: Engine, kind: type[TinyDecoder]) -> ModelWorld:
     size = engine.model_config.geometry
-    vae = TinyVae(TinyVaeConfig()).eval().requires_grad_(False)
-    decoder = StreamingDecoder(vae, height_px=size.height_px, width_px=size.width_px)
     anchor_BCTHW = torch.zeros(1, 24, 1, size.latent_height, size.latent_width)
-    return ModelWorld(engine, decoder, anchor_BCTHW=anchor_BCTHW)
+    return ModelWorld(engine, _decoder(engine, kind), anchor_BCTHW=anchor_BCTHW)
+
+
+def _decoder(engine: Engine, kind: type[TinyDecoder]) -> TinyDecoder:
+    size = engine.model_config.geometry
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = TinyVae(TinyVaeConfig()).eval().requires_grad_(False)
+    return kind(vae, height_px=size.height_px, width_px=size.width_px)
 
 
 def _frames(session: Session, action: Action = FORWARD) -> torch.Tensor:
@@ -125,6 +157,59 @@ def test_without_a_decoder_there_are_latents_only(engine: Engine, world: ModelWo
     assert not latents_only.world.has_frames
     assert list(latents_only.step(FORWARD)) == []
     assert latents_only.digest.hex() == whole.digest.hex()
+
+
+def test_frames_that_wait_for_later_latents_come_in_order(engine: Engine) -> None:
+    prompt = Session(_world(engine, TinyDecoder), prompt="a lake", seed=0)
+    late = Session(_world(engine, LateDecoder), prompt="a lake", seed=0)
+    expected = [*prompt.step(FORWARD), *prompt.step(FORWARD)]
+    assert late.world.lookahead_latents == 2
+
+    chunks = [list(late.step(FORWARD)), list(late.step(FORWARD)), list(late.finish())]
+
+    assert [len(portions) for portions in chunks] == [3, 5, 2]
+    made = [portion for portions in chunks for portion in portions]
+    assert [each.first_frame for each in made] == [each.first_frame for each in expected]
+    assert all(
+        torch.equal(a.frames_THWC, b.frames_THWC) for a, b in zip(made, expected, strict=True)
+    )
+
+
+def test_a_decoder_takes_over_at_the_border_of_a_chunk(engine: Engine) -> None:
+    world = _world(engine, LateDecoder)
+    session = Session(world, prompt="a lake", seed=0)
+    portions = list(session.step(FORWARD))
+
+    portions += world.swap_decoder(_decoder(engine, TinyDecoder))
+    portions += [*session.step(FORWARD), *session.finish()]
+
+    assert [each.latent_index for each in portions] == list(range(10))
+    assert world.lookahead_latents == 0
+
+
+def test_a_world_of_latents_takes_no_decoder(engine: Engine) -> None:
+    size = engine.model_config.geometry
+    anchor_BCTHW = torch.zeros(1, 24, 1, size.latent_height, size.latent_width)
+    world = ModelWorld(engine, None, anchor_BCTHW=anchor_BCTHW)
+    Session(world, prompt="", seed=0)
+    with pytest.raises(StateError, match="latents only"):
+        world.swap_decoder(_decoder(engine, TinyDecoder))
+
+
+def test_a_state_of_another_decoder_is_refused(engine: Engine, world: ModelWorld) -> None:
+    Session(world, prompt="", seed=0)
+    state = world.state()
+    other = _world(engine, LateDecoder)
+    Session(other, prompt="", seed=0)
+    with pytest.raises(StateError, match=r"set_state: snapshot: values .*'waiting'"):
+        other.set_state(state)
+
+
+def test_nothing_finishes_in_the_middle_of_a_step(world: ModelWorld) -> None:
+    session = Session(world, prompt="", seed=0)
+    next(session.step(FORWARD))
+    with pytest.raises(StateError, match="finish: a step is under way"):
+        next(session.finish())
 
 
 @pytest.fixture

@@ -4,9 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from vae_stream import ImageEncoder, StreamingDecoder, TinyVae, TinyVaeConfig
+from vae_stream import (
+    DecoderState,
+    FrameChunk,
+    ImageEncoder,
+    StreamingDecoder,
+    TinyDecoder,
+    TinyVae,
+    TinyVaeConfig,
+    open_decoder,
+)
 from vae_stream.pixels import to_uint8
 
 pytestmark = pytest.mark.cpu
@@ -24,18 +34,23 @@ def vae() -> TinyVae:
 
 
 @pytest.fixture
-def decoder(vae: TinyVae) -> StreamingDecoder:
-    return StreamingDecoder(vae, height_px=32, width_px=48)
+def decoder(vae: TinyVae) -> TinyDecoder:
+    return TinyDecoder(vae, height_px=32, width_px=48)
 
 
 def latents(count: int) -> list[Tensor]:
     return list(torch.randn(count, *SHAPE))
 
 
-def test_frames_come_in_order_one_or_four_at_a_time(decoder: StreamingDecoder) -> None:
+def decoded(decoder: TinyDecoder, state: DecoderState, latent_BCHW: Tensor) -> FrameChunk:
+    (chunk,) = decoder.push(state, latent_BCHW)
+    return chunk
+
+
+def test_frames_come_in_order_one_or_four_at_a_time(decoder: TinyDecoder) -> None:
     state = decoder.new_state()
 
-    chunks = [decoder.decode(state, z) for z in latents(11)]
+    chunks = [decoded(decoder, state, z) for z in latents(11)]
 
     assert [c.frames_THWC.shape[0] for c in chunks] == [1, 4, 4, 4, 4, 1, 4, 4, 4, 4, 1]
     assert [c.first_frame for c in chunks] == [0, 1, 5, 9, 13, 17, 18, 22, 26, 30, 34]
@@ -45,11 +60,11 @@ def test_frames_come_in_order_one_or_four_at_a_time(decoder: StreamingDecoder) -
 
 
 def test_streamed_pictures_are_those_of_the_whole_decode(
-    vae: TinyVae, decoder: StreamingDecoder
+    vae: TinyVae, decoder: TinyDecoder
 ) -> None:
     state, z = decoder.new_state(), latents(10)
 
-    streamed = torch.cat([decoder.decode(state, one).frames_THWC for one in z])
+    streamed = torch.cat([decoded(decoder, state, one).frames_THWC for one in z])
 
     whole = to_uint8(vae.decode(torch.stack(z, 1))[0][0])
     # 1e-5 of the range may cross a rounding edge: one grey level, and in few places.
@@ -58,26 +73,26 @@ def test_streamed_pictures_are_those_of_the_whole_decode(
     assert apart.float().mean() < 1e-3
 
 
-def test_a_rerun_is_bit_identical(decoder: StreamingDecoder) -> None:
+def test_a_rerun_is_bit_identical(decoder: TinyDecoder) -> None:
     z = latents(6)
 
     runs = []
     for _ in range(2):
         state = decoder.new_state()
-        runs.append(torch.cat([decoder.decode(state, one).frames_THWC for one in z]))
+        runs.append(torch.cat([decoded(decoder, state, one).frames_THWC for one in z]))
 
     assert torch.equal(*runs)
 
 
-def test_restore_replays_the_same_frames(decoder: StreamingDecoder) -> None:
+def test_restore_replays_the_same_frames(decoder: TinyDecoder) -> None:
     state, z = decoder.new_state(), latents(9)
     for one in z[:4]:
-        decoder.decode(state, one)
+        decoded(decoder, state, one)
     point = state.snapshot()
-    first = [decoder.decode(state, one) for one in z[4:]]
+    first = [decoded(decoder, state, one) for one in z[4:]]
 
     state.restore(point)
-    second = [decoder.decode(state, one) for one in z[4:]]
+    second = [decoded(decoder, state, one) for one in z[4:]]
 
     assert [c.latent_index for c in second] == [4, 5, 6, 7, 8]
     assert all(
@@ -85,61 +100,57 @@ def test_restore_replays_the_same_frames(decoder: StreamingDecoder) -> None:
     )
 
 
-def test_states_do_not_touch_each_other(decoder: StreamingDecoder) -> None:
+def test_states_do_not_touch_each_other(decoder: TinyDecoder) -> None:
     z = latents(4)
     alone = decoder.new_state()
-    expected = [decoder.decode(alone, one).frames_THWC for one in z]
+    expected = [decoded(decoder, alone, one).frames_THWC for one in z]
 
     state, other = decoder.new_state(), decoder.new_state()
     made = []
     for one in z:
-        made.append(decoder.decode(state, one).frames_THWC)
-        decoder.decode(other, -one)
+        made.append(decoded(decoder, state, one).frames_THWC)
+        decoded(decoder, other, -one)
 
     assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_latent_that_is_not_finite_is_refused_and_changes_nothing(
-    decoder: StreamingDecoder, bad: float
+    decoder: TinyDecoder, bad: float
 ) -> None:
     state = decoder.new_state()
-    decoder.decode(state, latents(1)[0])
+    decoded(decoder, state, latents(1)[0])
     before = state.snapshot()
     latent = torch.zeros(SHAPE)
     latent[0, 3, 1, 2] = bad
 
     with pytest.raises(ValueError, match="NaN or Inf at latent 1"):
-        decoder.decode(state, latent)
+        decoded(decoder, state, latent)
 
     assert state.snapshot() is not before
     assert state.latent_index == before.latent_index
-    assert all(a is b for a, b in zip(state.memories, before.memories, strict=True))
+    assert all(state.tensors[name] is before.tensors[name] for name in before.tensors)
 
 
 @pytest.mark.parametrize("shape", [(24, 2, 3), (2, 24, 2, 3), (1, 24, 3, 2), (1, 16, 2, 3)])
-def test_a_latent_of_another_shape_is_refused(
-    decoder: StreamingDecoder, shape: tuple[int, ...]
-) -> None:
+def test_a_latent_of_another_shape_is_refused(decoder: TinyDecoder, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"latent_BCHW: shape .*allowed: \(1, 24, 2, 3\)"):
-        decoder.decode(decoder.new_state(), torch.zeros(shape))
+        decoded(decoder, decoder.new_state(), torch.zeros(shape))
 
 
 def test_a_picture_size_that_16_does_not_divide_is_refused(vae: TinyVae) -> None:
     with pytest.raises(ValueError, match="height_px, width_px: 40, 48"):
-        StreamingDecoder(vae, height_px=40, width_px=48)
+        TinyDecoder(vae, height_px=40, width_px=48)
 
 
 def test_a_folder_gives_decoder_and_encoder(vae: TinyVae, tmp_path: Path) -> None:
     vae.save_pretrained(tmp_path)
 
-    decoder = StreamingDecoder.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, height_px=32, width_px=48
-    )
+    decoder = open_decoder(tmp_path, device="cpu", dtype=torch.bfloat16, height_px=32, width_px=48)
     encoder = ImageEncoder.from_pretrained(tmp_path)
 
     latent = encoder.encode_image(torch.zeros(32, 48, 3, dtype=torch.uint8))
-    chunk = decoder.decode(decoder.new_state(), latent[:, :, 0])
+    (chunk,) = decoder.push(decoder.new_state(), latent[:, :, 0])
     assert latent.shape == (1, 24, 1, 2, 3)
     assert chunk.frames_THWC.shape == (1, 32, 48, 3)
 
@@ -163,3 +174,67 @@ def test_an_image_has_the_latent_of_a_clip_that_starts_with_it(vae: TinyVae) -> 
 def test_other_pictures_are_refused(vae: TinyVae, image: Tensor) -> None:
     with pytest.raises(ValueError, match="allowed"):
         ImageEncoder(vae).encode_image(image)
+
+
+def test_a_flushed_stream_is_over(decoder: TinyDecoder) -> None:
+    state = decoder.new_state()
+    decoder.push(state, latents(1)[0])
+
+    assert decoder.flush(state) == ()
+
+    with pytest.raises(ValueError, match=r"flushed at latent 1; expected new_state"):
+        decoder.push(state, latents(1)[0])
+    with pytest.raises(ValueError, match="flushed"):
+        decoder.flush(state)
+
+
+def test_a_stream_may_begin_at_a_later_block(decoder: TinyDecoder) -> None:
+    state, early, z = decoder.new_state(5), decoder.new_state(), latents(2)
+
+    chunks = [decoded(decoder, state, one) for one in z]
+
+    assert [c.first_frame for c in chunks] == [17, 18]
+    expected = [decoded(decoder, early, one) for one in z]
+    assert all(
+        torch.equal(a.frames_THWC, b.frames_THWC) for a, b in zip(chunks, expected, strict=True)
+    )
+    with pytest.raises(ValueError, match="first_latent: -1"):
+        decoder.new_state(-1)
+
+
+def test_a_snapshot_of_another_decoder_is_refused(vae: TinyVae, decoder: TinyDecoder) -> None:
+    other = TinyDecoder(vae, height_px=48, width_px=48).new_state().snapshot()
+
+    with pytest.raises(ValueError, match=r"memory_00 has shape .*; allowed: \(1, 16, 2, 3\)"):
+        decoder.new_state().restore(other)
+
+
+def test_the_memory_of_a_state_is_as_computed(decoder: TinyDecoder) -> None:
+    tensors = decoder.new_state().tensors.values()
+
+    assert decoder.state_bytes() == sum(each.numel() * each.element_size() for each in tensors)
+
+
+def test_tensors_of_no_known_decoder_are_refused(tmp_path: Path) -> None:
+    save_file({"layer.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+
+    with pytest.raises(ValueError, match=r"layer.weight.*allowed: tiny VAE"):
+        opened(tmp_path)
+
+
+def test_a_mode_that_the_network_lacks_is_refused(vae: TinyVae, tmp_path: Path) -> None:
+    vae.save_pretrained(tmp_path)
+
+    with pytest.raises(ValueError, match=r"mode: 'fast'; allowed for the tiny VAE .*: single"):
+        opened(tmp_path, mode="fast")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors"):
+        opened(tmp_path)
+
+
+def opened(folder: Path, mode: str | None = None) -> StreamingDecoder:
+    return open_decoder(
+        folder, device="cpu", dtype=torch.float32, height_px=32, width_px=48, mode=mode
+    )
