@@ -1,0 +1,136 @@
+"""Safetensors of a folder, by tensor name.
+
+Owns the search for files and the checks of their form. Invariants: tensors are read one at a time
+and only when asked for, so that a large checkpoint never lies in host memory as a whole; what a
+file holds is told by its tensors' names, not by its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+_PICKLE_STARTS = (b"\x80", b"PK")
+
+
+class WeightFiles:
+    """Tensors of one safetensors file, or of all that lie in a folder or one folder below it.
+
+    Args:
+        source: file or folder.
+
+    Raises:
+        FileNotFoundError: there is no such file, or no safetensors in the folder.
+        ValueError: a file is damaged or a pickle, an index names a file that is missing, or two
+            files hold a tensor of the same name.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        self.source = Path(source)
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in _find(self.source):
+            with _open(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                    if name in self._file_of:
+                        raise ValueError(
+                            f"{file}: {name} is in {self._file_of[name].name} too; "
+                            "expected each tensor once"
+                        )
+                    self._file_of[name] = file
+                    self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each tensor by name."""
+        return self._shapes
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self._file_of[name]
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU as stored.
+
+        Raises:
+            ValueError: it is not of floating point, or its file is damaged.
+        """
+        with _open(self._file_of[name]) as tensors:
+            try:
+                tensor: Tensor = tensors.get_tensor(name)
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{self._file_of[name]}: {name} cannot be read: {error}"
+                ) from error
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{self._file_of[name]}: {name} is {tensor.dtype}; expected floating point"
+            )
+        return tensor
+
+    def check_names(self, expected: Iterable[str], *, ignored: Iterable[str] = ()) -> None:
+        """Check that the files hold these tensors and no others.
+
+        Raises:
+            ValueError: a name is missing, or not expected.
+        """
+        wanted = set(expected)
+        missing = sorted(wanted - set(self._shapes))
+        if missing:
+            raise ValueError(f"{self.source}: lacks {_some(missing)}")
+        unknown = sorted(set(self._shapes) - wanted - set(ignored))
+        if unknown:
+            raise ValueError(f"{self.source}: has {_some(unknown)}; not expected")
+
+
+def copy_tensor(target: Tensor, source: Tensor, *, name: str, file: Path) -> None:
+    """Copy a tensor of a file into a parameter, which has the dtype and device that are wanted.
+
+    Raises:
+        ValueError: another shape.
+    """
+    if source.shape != target.shape:
+        raise ValueError(
+            f"{file}: {name} has shape {tuple(source.shape)}; expected {tuple(target.shape)}"
+        )
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _find(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source}: no such file or folder")
+    files = sorted(source.glob("*.safetensors")) or sorted(source.glob("*/*.safetensors"))
+    for index in sorted(source.glob("*.safetensors.index.json")):
+        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        missing = sorted(named - {file.name for file in files})
+        if missing:
+            raise ValueError(f"{index}: names {_some(missing)}, which the folder lacks")
+    if not files:
+        pickles = sorted(file.name for file in source.iterdir() if file.suffix in _PICKLES)
+        found = f"; found {_some(pickles)}, which may run code when it is read" if pickles else ""
+        raise FileNotFoundError(f"{source}: no .safetensors{found}")
+    return files
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        with file.open("rb") as opened:
+            is_pickle = opened.read(2).startswith(_PICKLE_STARTS)
+        what = "a pickle" if is_pickle else f"damaged or cut off ({error})"
+        raise ValueError(f"{file}: {what}; expected safetensors") from error
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
