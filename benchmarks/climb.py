@@ -31,9 +31,10 @@ from benchmarks.record import (
 )
 from engine.clock import new_clock
 from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, preset
-from engine.device import DtypeName, choose_dtype, resolve_device, torch_dtype
+from engine.device import choose_dtype, resolve_device, torch_dtype
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.memory import DtypeName
 from engine.parallel import Exchange
 from engine.prefix import anchor_shape
 from engine.rollout import Rollout

@@ -10,10 +10,11 @@ import dataclasses
 from typing import Any
 
 from benchmarks.climb import Climbed, Grounds, LadderScenario, Refused, Step
-from benchmarks.peak import Work, chunk_work, prefix_row_count
+from benchmarks.peak import Work, chunk_work
 from benchmarks.plot import Bar
 from benchmarks.record import size_name
 from engine.config import ModelConfig
+from engine.memory import prefix_row_count
 from engine.quant import LinearName, scheme_of
 
 _COLUMNS = (

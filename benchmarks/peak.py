@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.config import ModelConfig
+from engine.memory import linear_parameter_count, prefix_row_count
 
 _REPEATS = 7
 _SIDES = {"cpu": 1024, "cuda": 8192}
@@ -33,19 +34,9 @@ class Work:
         return self.linear + self.attention
 
 
-def prefix_row_count(model: ModelConfig) -> int:
-    """Rows of text, anchor and audio."""
-    return model.text.rows + model.rows_per_latent + model.audio_rows
-
-
 def key_row_count(model: ModelConfig) -> int:
     """Keys that the rows of a chunk see over a full window."""
     return prefix_row_count(model) + model.window_chunks * model.rows_per_chunk
-
-
-def linear_count(model: ModelConfig) -> int:
-    """Weights of the linears of one block."""
-    return 4 * model.hidden_size * model.attention_dim + 3 * model.hidden_size * model.ffn_dim
 
 
 def pass_work(model: ModelConfig, *, with_prefix: bool = False) -> Work:
@@ -64,7 +55,7 @@ def pass_work(model: ModelConfig, *, with_prefix: bool = False) -> Work:
         pairs += conditioning_rows**2 + model.audio_rows * prefix_rows
         rows += prefix_rows
     return Work(
-        linear=2.0 * model.num_layers * rows * linear_count(model),
+        linear=2.0 * model.num_layers * rows * linear_parameter_count(model),
         attention=4.0 * model.num_layers * pairs * model.attention_dim,
     )
 
@@ -78,7 +69,7 @@ def chunk_work(model: ModelConfig, *, with_prefix: bool = False) -> Work:
     """Work of all denoise steps and the refresh, whose last block stops at its keys and values."""
     one = pass_work(model, with_prefix=with_prefix)
     full, layers = model.sampler.steps + 1, model.num_layers
-    projections = 3 * model.hidden_size * model.attention_dim / linear_count(model)
+    projections = 3 * model.hidden_size * model.attention_dim / linear_parameter_count(model)
     return Work(
         linear=one.linear * (full - (1.0 - projections) / layers),
         attention=one.attention * (full - 1.0 / layers),

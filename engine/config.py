@@ -23,8 +23,8 @@ BackendName = Literal[
 ]  # fmt: skip
 CompileChoice = Literal["auto", "off", "blocks", "full"]
 KernelChoice = Literal["off", "eager", "fast"]
-LINEAR_SCHEMES = ("bf16", "fp8_rowwise")
-"""Schemes of `engine.quant` by name."""
+LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
+"""Schemes of `engine.quant` by name, or what fits."""
 VAE_SPATIAL_FACTOR = 16
 FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
 """Pixel frames that the latents of one chunk cover; the pattern repeats every five latents."""
@@ -248,12 +248,13 @@ class EngineConfig:
     choice on disk, because a trace is made again with the same bits only by the same backend."""
     kernels: KernelChoice = "off"
     """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store."""
-    linear: str = "bf16"
+    linear: str = "auto"
     """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
-    scale a row, which is an approximation; or a json file of one's own (`quant.read_scheme`)."""
-    free_adaln: bool = False
+    scale a row, which is an approximation; or a json file of one's own (`quant.read_scheme`).
+    "auto": "bf16" wherever that fits, see `memory.choose_plan`."""
+    free_adaln: bool | Literal["auto"] = "auto"
     """Give the modulation weights up once their tables are built, but for the third that a new
-    session's audio time needs: 17 GB of the large model."""
+    session's audio time needs: 17 GB of the large model. "auto": where it would not fit else."""
     prefix_cache: bool = True
     """Compute the prefix once per session and prompt instead of in every forward. Exact."""
     adaln_tables: bool = True
@@ -271,7 +272,7 @@ class EngineConfig:
             )
         for name, choices in (
             ("compile", CompileChoice), ("attention", BackendName), ("kernels", KernelChoice),
-            ("graphs", Literal[True, False, "auto"]),
+            ("graphs", Literal[True, False, "auto"]), ("free_adaln", Literal[True, False, "auto"]),
         ):  # fmt: skip
             value, allowed = getattr(self, name), typing.get_args(choices)
             if value not in allowed:
@@ -287,7 +288,7 @@ class EngineConfig:
         if not self.has_shortcuts:
             for name, is_asked in (
                 ("compile", self.compile == "full"), ("graphs", self.graphs is True),
-                ("kernels", self.kernels != "off"), ("free_adaln", self.free_adaln),
+                ("kernels", self.kernels != "off"), ("free_adaln", self.free_adaln is True),
             ):  # fmt: skip
                 if is_asked:
                     raise ConfigError(
@@ -367,46 +368,9 @@ def parameter_count(model: ModelConfig) -> int:
     return blocks + hidden * inputs + heads + times + 2 * hidden + 2 * adaln
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryNeed:
-    """Estimated memory of one engine with one rollout, in GiB."""
-
-    weights_gib: float
-    window_gib: float
-    activations_gib: float
-
-    @property
-    def total_gib(self) -> float:
-        """All of it."""
-        return self.weights_gib + self.window_gib + self.activations_gib
-
-
-def memory_needed(
-    model: ModelConfig, dtype: Literal["float32", "bfloat16"], *, world_size: int = 1
-) -> MemoryNeed:
-    """Estimate from shapes: weights, packed window, the widest tensors of a pass.
-
-    The window holds placed keys and values of prefix, history and current chunk, and the rotary
-    channels of the chunks' keys once more, those of the current one twice. Ranks that share a
-    rollout have all weights each, and their part of the window and of the rows in flight.
-    """
-    size = 4 if dtype == "float32" else 2
-    prefix_rows = model.text.rows + model.rows_per_latent + model.audio_rows
-    window_rows = model.window_chunks * model.rows_per_chunk
-    channels = 2 * (prefix_rows + window_rows) * model.attention_head_dim
-    channels += (window_rows + model.rows_per_chunk) * model.rotary_dim
-    window = model.num_layers * model.num_attention_heads * channels * size
-    # Rows in flight: hidden states and their normed copies, q, k, v and output placed and not,
-    # both halves of the feed-forward part and their product; fp32 copies inside the norms.
-    rows = max(prefix_rows, model.rows_per_chunk)
-    widest = 8 * model.hidden_size + 10 * model.attention_dim + 4 * model.ffn_dim
-    activations = rows * widest * size / world_size + 64 * 2**20
-    gib = 2**30
-    return MemoryNeed(
-        weights_gib=model.parameter_count * size / gib,
-        window_gib=window / world_size / gib,
-        activations_gib=activations / gib,
-    )
+def adaln_parameter_count(model: ModelConfig) -> int:
+    """Parameters behind the modulation of the blocks, which depends on times alone."""
+    return model.num_layers * 18 * (model.time_embed_dim + 1) * model.hidden_size
 
 
 def _read(cls: type[Config], data: Any, where: str) -> Config:

@@ -6,24 +6,25 @@ changes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionNeed, select_backend
-from engine.config import Geometry, ModelConfig, memory_needed
+from engine.config import Geometry, ModelConfig
 from engine.errors import DeviceError, OutOfMemoryError
+from engine.memory import DtypeName, Present
 from engine.model.dit import TransformerBlock
 
-DtypeName = Literal["float32", "bfloat16"]
 T = TypeVar("T")
+FP8_CAPABILITY = (8, 9)
+"""Of CUDA devices that have products in eight bits."""
 _GIB = 2**30
 _REPEATS = 5
 
@@ -83,47 +84,16 @@ def held_bytes(device: str) -> int:
     return torch.cuda.memory_reserved(device) if device.startswith("cuda") else 0
 
 
-def check_memory(
-    model: ModelConfig,
-    dtype: DtypeName,
-    present_gib: float,
-    geometries: Sequence[Geometry],
-    *,
-    world_size: int = 1,
-) -> None:
-    """Refuse before anything is allocated.
-
-    Args:
-        model: at the picture size asked for.
-        dtype: of the blocks.
-        present_gib: free memory of one rank.
-        geometries: picture sizes that the weights can be run at.
-        world_size: ranks that share a rollout.
-
-    Raises: DeviceError with needed and present memory, and the nearest picture size and the dtype
-        that fit.
-    """
-
-    def fits(size: Geometry, dtype: DtypeName) -> bool:
-        sized = dataclasses.replace(model, geometry=size)
-        return memory_needed(sized, dtype, world_size=world_size).total_gib <= present_gib
-
-    size = model.geometry
-    if fits(size, dtype):
-        return
-    needed = memory_needed(model, dtype, world_size=world_size)
-    advice = []
-    fitting = [each for each in geometries if fits(each, dtype)]
-    if fitting:
-        best = max(fitting, key=lambda each: each.rows_per_latent)
-        advice.append(f"{best.width_px}x{best.height_px} fits")
-    if dtype == "float32" and fits(size, "bfloat16"):
-        advice.append("bfloat16 fits")
-    raise DeviceError(
-        f"{size.width_px}x{size.height_px} in {dtype} needs about {needed.total_gib:.1f} GiB "
-        f"(weights {needed.weights_gib:.1f}, window {needed.window_gib:.1f}); "
-        f"{present_gib:.1f} GiB are free; "
-        f"{' and '.join(advice) or 'no picture size of this model fits'}"
+def present_memory(device: torch.device) -> Present:
+    """Memory that is free, and whether the device has products in eight bits."""
+    device_gib = available_gib(device)
+    if device.type != "cuda":
+        return Present(device_gib=device_gib)
+    return Present(
+        device_gib=device_gib,
+        host_gib=available_gib(torch.device("cpu")),
+        is_cuda=True,
+        has_fp8=torch.cuda.get_device_capability(device) >= FP8_CAPABILITY,
     )
 
 

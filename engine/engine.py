@@ -27,10 +27,8 @@ from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, pre
 from engine.core import CoreOptions, RolloutCore
 from engine.device import (
     DtypeChoice,
-    DtypeName,
-    available_gib,
-    check_memory,
     choose_dtype,
+    present_memory,
     resolve_device,
     smaller_geometries,
     torch_dtype,
@@ -38,6 +36,7 @@ from engine.device import (
 )
 from engine.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from engine.kv_cache import PackedCache
+from engine.memory import DtypeName, MemoryPlan, choose_plan
 from engine.model.dit import MiniMaxH3Transformer
 from engine.parallel import Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
@@ -93,7 +92,7 @@ class Engine:
             is_compiled=parts.is_compiled,
             runner=parts.runner,
         )
-        if config.free_adaln:
+        if config.free_adaln is True:
             self._core.free_adaln()
 
     @classmethod
@@ -130,7 +129,7 @@ class Engine:
             raise CheckpointError(f"{folder} is not a folder; expected one with config.json")
         model_config = read_config(folder)
         device = resolve_device(config.device)
-        choice = _resolve_dtype(
+        config, choice = _resolve_memory(
             model_config, config, device, geometries, world_size=_world_size(exchange)
         )
         model_hash = verify_manifest(folder)
@@ -145,7 +144,7 @@ class Engine:
         return cls(
             model,
             text_encoder.to(device),
-            _resolved(config, device, choice),
+            config,
             model_hash=model_hash,
             dtype_choice=choice,
             exchange=exchange,
@@ -175,7 +174,7 @@ class Engine:
         config = config or EngineConfig()
         device = resolve_device(config.device)
         sizes = (*geometries, *smaller_geometries(model_config.geometry))
-        choice = _resolve_dtype(
+        config, choice = _resolve_memory(
             model_config, config, device, sizes, world_size=_world_size(exchange)
         )
         model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
@@ -188,7 +187,7 @@ class Engine:
         return cls(
             model.requires_grad_(False).eval(),
             text_encoder,
-            _resolved(config, device, choice),
+            config,
             model_hash="random-" + hashlib.sha256(label.encode()).hexdigest(),
             dtype_choice=choice,
             exchange=exchange,
@@ -451,37 +450,49 @@ def _word_encoder(config: ModelConfig) -> WordEncoder:
     return WordEncoder(text.vocabulary, text.unknown_buckets, text.rows, config.text_dim)
 
 
-def _resolve_dtype(
+def _resolve_memory(
     model_config: ModelConfig,
     config: EngineConfig,
     device: torch.device,
     geometries: tuple[Geometry, ...],
     *,
     world_size: int,
-) -> DtypeChoice:
-    """Choose the dtype and check the memory; even measuring a block may need too much of it."""
-    present_gib = available_gib(device)
+) -> tuple[EngineConfig, DtypeChoice]:
+    """Choose dtype, precision and residency; even measuring a block may need too much memory."""
+    present = present_memory(device)
 
-    def check(dtype: DtypeName) -> None:
-        check_memory(model_config, dtype, present_gib, geometries, world_size=world_size)
+    def plan(dtype: DtypeName) -> MemoryPlan:
+        return choose_plan(
+            model_config,
+            dataclasses.replace(config, dtype=dtype),
+            present,
+            geometries=geometries,
+            world_size=world_size,
+        )
 
     if config.dtype != "auto":
-        check(config.dtype)
-        return DtypeChoice(dtype=config.dtype)
-    check("bfloat16")
-    choice = choose_dtype(model_config, device)
-    _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
-    check(choice.dtype)
-    return choice
+        choice = DtypeChoice(dtype=config.dtype)
+    else:
+        plan("bfloat16")
+        choice = choose_dtype(model_config, device)
+        _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
+    found = plan(choice.dtype)
+    _log.info(
+        "memory_planned peak_gib=%.1f playing_gib=%.1f present_gib=%.1f linear=%s free_adaln=%s",
+        found.peak_gib, found.playing_gib, present.device_gib, found.linear, found.free_adaln,
+    )  # fmt: skip
+    resolved = dataclasses.replace(
+        config,
+        device=str(device),
+        dtype=choice.dtype,
+        linear=found.linear,
+        free_adaln=found.free_adaln,
+    )
+    return resolve_speed(resolved, device), choice
 
 
 def _world_size(exchange: Exchange | None) -> int:
     return 1 if exchange is None else exchange.world_size
-
-
-def _resolved(config: EngineConfig, device: torch.device, choice: DtypeChoice) -> EngineConfig:
-    resolved = dataclasses.replace(config, device=str(device), dtype=choice.dtype)
-    return resolve_speed(resolved, device)
 
 
 def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from engine.device import FP8_CAPABILITY
 from engine.errors import ConfigError
 from engine.kernels.fp8_linear import WIDTH_MULTIPLE, fp8_linear, quantize_rows
 from engine.kernels.reference import quantize_rows as quantized_rows
@@ -31,7 +32,6 @@ LINEARS: tuple[LinearName, ...] = get_args(LinearName)
 _GIB = 2**30
 _PROBE_ROWS = 64
 _KEPT_FIRST, _KEPT_LAST = 2, 3
-_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
         return None
     if dtype != torch.bfloat16:
         return f"blocks are {dtype} and products in eight bits give bfloat16"
-    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} has no products in eight bits"
     return None
 

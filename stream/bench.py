@@ -18,8 +18,8 @@ from rich.table import Table
 
 from benchmarks.record import Machine, append_record, describe_machine, size_name
 from engine.config import CompileChoice
-from engine.device import DtypeName
 from engine.errors import ConfigError
+from engine.memory import DtypeName
 from stream.measure import Measured, Scenario, measure
 
 ABLATIONS = ("prefix_cache", "adaln_tables", "packed_history", "compile", "dtype")

@@ -174,7 +174,7 @@ def test_bad_options_are_refused(options, message, capsys):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch, capsys):
-    monkeypatch.setattr("engine.engine.available_gib", lambda device: 80.0)
+    monkeypatch.setattr("engine.device.available_gib", lambda device: 80.0)
     monkeypatch.setattr("benchmarks.climb.measure_floor", lambda *arguments, **options: FLOOR)
     command = ["--preset", "h3_33b", "--device", "cpu", "--dtype", "bfloat16", "--rows", "eager"]
     assert main(command) == 3

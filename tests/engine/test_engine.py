@@ -11,8 +11,8 @@ import torch
 
 from engine import device
 from engine.checkpoint import save_model
-from engine.config import EngineConfig, Geometry, preset
-from engine.device import check_memory, choose_dtype, resolve_device
+from engine.config import EngineConfig, preset
+from engine.device import choose_dtype, resolve_device
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, DeviceError, StateError
 from engine.types import Action, Control
@@ -271,21 +271,13 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 
 def test_too_large_a_model_is_refused_before_it_is_built(monkeypatch):
-    monkeypatch.setattr("engine.engine.available_gib", lambda device: 8.0)
+    monkeypatch.setattr("engine.device.available_gib", lambda device: 8.0)
     found = preset("h3_33b")
     config = EngineConfig(device="cpu", dtype="bfloat16")
     with pytest.raises(
         DeviceError, match=r"needs about 1\d\d\.\d GiB .* 8\.0 GiB are free; no pict"
     ):
         Engine.from_random(found.model, config, geometries=found.geometries)
-
-
-def test_the_picture_size_that_fits_is_named():
-    found = preset("h3_33b")
-    with pytest.raises(DeviceError, match="832x480 fits"):
-        check_memory(found.model, "bfloat16", 90.0, found.geometries)
-    small = dataclasses.replace(found.model, geometry=Geometry(height_px=480, width_px=832))
-    check_memory(small, "bfloat16", 90.0, found.geometries)
 
 
 def test_auto_dtype_of_a_cpu_without_bfloat16_products(monkeypatch):

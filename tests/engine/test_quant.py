@@ -160,7 +160,7 @@ def test_a_scheme_that_touches_nothing_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"linear": "fp4"}, "linear is 'fp4'; allowed: 'bf16', 'fp8_rowwise', a json file"),
+        ({"linear": "fp4"}, "linear is 'fp4'; allowed: 'auto', 'bf16', 'fp8_rowwise', a json file"),
         ({"kernels": "fast", "compile": "blocks"}, "kernels is 'fast'; allowed with compile"),
     ],
 )

@@ -258,7 +258,7 @@ def test_unknown_scene_lists_the_names(capsys: pytest.CaptureFixture[str]) -> No
 def test_large_model_is_refused_with_needed_and_present_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.engine.available_gib", lambda device: 4.0)
+    monkeypatch.setattr("engine.device.available_gib", lambda device: 4.0)
     options = ["--image", "seed.png", "--actions", "w*17", "--out", "a.mp4"]
     code = main(["generate", *options, "--preset", "h3_33b", "--weights", "random"])
     err = capsys.readouterr().err

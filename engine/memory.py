@@ -1,0 +1,327 @@
+"""Memory plan: what an engine and what stands beside it will hold, before anything is allocated.
+
+Owns the sizes of the transformer's side, from shapes alone; the plan, which is a table of parts;
+the choice of precision and residency that fits a device. Does not own the sizes of decoder and
+prompt encoder: whoever loads them gives them. Invariant: pure; nothing here touches a device.
+
+Two moments count. While weights are read, all of them are there and no world is; while a world is
+played, what was given up is gone, and windows, decoder state and graphs are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.config import (
+    EngineConfig,
+    Geometry,
+    ModelConfig,
+    adaln_parameter_count,
+    parameter_count,
+)
+from engine.errors import DeviceError
+
+GIB = 2**30
+MIB = 2**20
+LIBRARY_BYTES = 768 * MIB
+"""Kernels that are loaded at their first use, workspaces of the libraries of products, on CUDA."""
+_BESIDE_THE_PASS_BYTES = 64 * MIB
+DtypeName = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPart:
+    """One row of the table."""
+
+    name: str
+    loading: int
+    """Bytes on the device while weights are read."""
+    playing: int
+    """Bytes on the device while a world is played."""
+    host: int = 0
+    """Bytes of the machine's memory, where the device has its own."""
+    note: str = ""
+
+    @classmethod
+    def kept(cls, name: str, size: int, note: str = "") -> MemoryPart:
+        """Weights: there from the first to the last moment."""
+        return cls(name=name, loading=size, playing=size, note=note)
+
+    @classmethod
+    def played(cls, name: str, size: int, note: str = "") -> MemoryPart:
+        """What comes with a world."""
+        return cls(name=name, loading=0, playing=size, note=note)
+
+
+Beside = Callable[[Geometry], tuple[MemoryPart, ...]]
+"""Parts that are there besides the engine, by picture size."""
+
+
+def nothing_beside(size: Geometry) -> tuple[MemoryPart, ...]:
+    """Nothing but the engine."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Present:
+    """Memory that is free."""
+
+    device_gib: float
+    host_gib: float = float("inf")
+    """Of the machine, where the device has memory of its own."""
+    is_cuda: bool = False
+    has_fp8: bool = False
+    """Whether the device has products in eight bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What will be there, by parts."""
+
+    geometry: Geometry
+    dtype: DtypeName
+    linear: str
+    free_adaln: bool
+    parts: tuple[MemoryPart, ...]
+    beside_index: int = 0
+    """Which of the alternatives beside the engine was taken."""
+
+    @property
+    def loading_gib(self) -> float:
+        """Of the device, while weights are read."""
+        return sum(part.loading for part in self.parts) / GIB
+
+    @property
+    def playing_gib(self) -> float:
+        """Of the device, while a world is played."""
+        return sum(part.playing for part in self.parts) / GIB
+
+    @property
+    def peak_gib(self) -> float:
+        """The larger of the two."""
+        return max(self.loading_gib, self.playing_gib)
+
+    @property
+    def host_gib(self) -> float:
+        """Of the machine."""
+        return sum(part.host for part in self.parts) / GIB
+
+    def fits(self, present: Present) -> bool:
+        """Whether there is enough of both."""
+        return self.peak_gib <= present.device_gib and self.host_gib <= present.host_gib
+
+    def part_gib(self, name: str) -> float:
+        """One part while a world is played, 0 where there is none of that name."""
+        return sum(part.playing for part in self.parts if part.name == name) / GIB
+
+
+def choose_plan(
+    model: ModelConfig,
+    config: EngineConfig,
+    present: Present,
+    *,
+    geometries: Sequence[Geometry] = (),
+    world_size: int = 1,
+    beside: Sequence[Beside] = (nothing_beside,),
+) -> MemoryPlan:
+    """Return the first plan that fits, in the order of what is given up for it.
+
+    First of all nothing; then the modulation weights, whose tables stay; then the first place of
+    what stands beside; then the bits of the linears. Only what is "auto" is chosen.
+
+    Args:
+        model: at the picture size asked for.
+        config: its dtype is resolved.
+        present: what there is.
+        geometries: picture sizes to name in a refusal.
+        world_size: ranks that share a rollout; each has all weights.
+        beside: what else will be there; the first is wanted most.
+
+    Raises: DeviceError with needed and present memory, and what would fit.
+    """
+    plans = list(_plans(model, config, present, world_size=world_size, beside=beside))
+    for plan in plans:
+        if plan.fits(present):
+            return plan
+    least = min(plans, key=lambda plan: plan.peak_gib)
+    advice = _advice(model, config, present, geometries, world_size=world_size, beside=beside)
+    size = f"{model.geometry.width_px}x{model.geometry.height_px}"
+    largest = sorted(least.parts, key=lambda part: -max(part.loading, part.playing))
+    named = ", ".join(
+        f"{part.name} {max(part.loading, part.playing) / GIB:.1f}" for part in largest[:4]
+    )
+    host = ""
+    if least.peak_gib <= present.device_gib:
+        host = f" and {least.host_gib:.1f} GiB of the machine, of which {present.host_gib:.1f} are"
+    raise DeviceError(
+        f"{size} in {config.dtype} needs about {least.peak_gib:.1f} GiB ({named}); "
+        f"{present.device_gib:.1f} GiB are free{host}; "
+        f"{' and '.join(advice) or 'no picture size of this model fits'}"
+    )
+
+
+def _plans(
+    model: ModelConfig,
+    config: EngineConfig,
+    present: Present,
+    *,
+    world_size: int,
+    beside: Sequence[Beside],
+) -> Iterator[MemoryPlan]:
+    """All plans that the configuration allows, the one that gives up least first."""
+    assert config.dtype != "auto"
+    can_quantize = present.is_cuda and present.has_fp8 and config.dtype == "bfloat16"
+    linears = [config.linear]
+    if config.linear == "auto":
+        linears = ["bf16", "fp8_rowwise"] if can_quantize else ["bf16"]
+    frees = [config.free_adaln is True]
+    if config.free_adaln == "auto":
+        frees = [False, True] if config.has_shortcuts else [False]
+    for linear in linears:
+        for index, others in enumerate(beside):
+            for free_adaln in frees:
+                chosen = dataclasses.replace(config, linear=linear, free_adaln=free_adaln)
+                yield MemoryPlan(
+                    geometry=model.geometry,
+                    dtype=config.dtype,
+                    linear=linear,
+                    free_adaln=free_adaln,
+                    parts=(
+                        *engine_parts(
+                            model, chosen, is_cuda=present.is_cuda, world_size=world_size
+                        ),
+                        *others(model.geometry),
+                    ),
+                    beside_index=index,
+                )
+
+
+def _advice(
+    model: ModelConfig,
+    config: EngineConfig,
+    present: Present,
+    geometries: Sequence[Geometry],
+    *,
+    world_size: int,
+    beside: Sequence[Beside],
+) -> list[str]:
+    """What to ask for instead, in words."""
+
+    def fits(size: Geometry = model.geometry, **changes: str | bool) -> bool:
+        sized = dataclasses.replace(model, geometry=size)
+        changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+        plans = _plans(sized, changed, present, world_size=world_size, beside=beside)
+        return any(plan.fits(present) for plan in plans)
+
+    advice = []
+    fitting = [each for each in geometries if fits(each)]
+    if fitting:
+        best = max(fitting, key=lambda each: each.rows_per_latent)
+        advice.append(f"{best.width_px}x{best.height_px} fits")
+    if config.dtype == "float32" and fits(dtype="bfloat16"):
+        advice.append("bfloat16 fits")
+    if config.linear == "bf16" and present.has_fp8 and fits(linear="auto"):
+        advice.append("linear fp8_rowwise fits")
+    if config.free_adaln is False and config.has_shortcuts and fits(free_adaln="auto"):
+        advice.append("free_adaln fits")
+    return advice
+
+
+def engine_parts(
+    model: ModelConfig, config: EngineConfig, *, is_cuda: bool, world_size: int = 1
+) -> tuple[MemoryPart, ...]:
+    """Parts of an engine with one rollout.
+
+    Args:
+        model: shapes.
+        config: dtype, linear and free_adaln are no "auto".
+        is_cuda: graphs are recorded, and libraries load kernels.
+        world_size: ranks that share a rollout.
+    """
+    size = 4 if config.dtype == "float32" else 2
+    every, adaln = parameter_count(model), adaln_parameter_count(model)
+    blocks_before = model.num_layers * linear_parameter_count(model) * size
+    blocks = blocks_before if config.linear == "bf16" else _scheme_bytes(model, config.linear, size)
+    rest = (every - adaln) * size - blocks_before
+    kept = adaln * size // 3 if config.free_adaln else adaln * size
+    times = model.sampler.steps + 2
+    vectors = model.num_layers * times * 6 * model.hidden_size * size
+    working = _working_bytes(model, size, world_size)
+    parts = [
+        MemoryPart(
+            name="blocks",
+            loading=max(blocks_before, blocks),
+            playing=blocks,
+            note=config.dtype if config.linear == "bf16" else config.linear,
+        ),
+        MemoryPart.kept("embedders, refiner, heads", rest),
+        MemoryPart(
+            name="modulation weights",
+            loading=adaln * size,
+            playing=kept,
+            note="the third for audio times is kept" if config.free_adaln else "",
+        ),
+        # Once by kind of row, once for video rows alone as a pass reads them.
+        MemoryPart.kept("modulation tables", vectors * 4 if config.adaln_tables else 0),
+        MemoryPart.played("window", window_bytes(model, size) // world_size, "keys and values"),
+        MemoryPart.played("working memory", working),
+    ]
+    if is_cuda:
+        # A recording keeps memory of its own for what a pass makes on its way; all share one pool.
+        has_graphs = config.graphs is not False and config.has_shortcuts
+        parts.append(MemoryPart.played("graphs", working if has_graphs else 0))
+        parts.append(MemoryPart.kept("libraries", LIBRARY_BYTES))
+    return tuple(parts)
+
+
+def prefix_row_count(model: ModelConfig) -> int:
+    """Rows of text, anchor and audio."""
+    return model.text.rows + model.rows_per_latent + model.audio_rows
+
+
+def linear_parameter_count(model: ModelConfig) -> int:
+    """Weights of the linears of one block."""
+    return 4 * model.hidden_size * model.attention_dim + 3 * model.hidden_size * model.ffn_dim
+
+
+def window_bytes(model: ModelConfig, size: int) -> int:
+    """Packed window of one rollout: see `cache_buffers.allocate`.
+
+    Placed keys and values of prefix, history and current chunk, and the rotary channels of the
+    chunks' keys once more, those of the current one twice.
+    """
+    window_rows = model.window_chunks * model.rows_per_chunk
+    channels = 2 * (prefix_row_count(model) + window_rows + 1) * model.attention_head_dim
+    channels += (window_rows + model.rows_per_chunk) * model.rotary_dim
+    tables = 2 * window_rows * model.rotary_dim
+    return (model.num_layers * model.num_attention_heads * channels + tables) * size
+
+
+def _working_bytes(model: ModelConfig, size: int, world_size: int) -> int:
+    """Widest moment of a pass: hidden states and their normed copies in fp32, q, k, v and output,
+    placed and not, both halves of the feed-forward part and their product.
+    """
+    rows = max(prefix_row_count(model), model.rows_per_chunk)
+    widest = 8 * model.hidden_size + 10 * model.attention_dim + 4 * model.ffn_dim
+    return rows * widest * size // world_size + _BESIDE_THE_PASS_BYTES
+
+
+def _scheme_bytes(model: ModelConfig, linear: str, size: int) -> int:
+    """Linears of all blocks where a scheme puts some into eight bits, one fp32 factor a row."""
+    from engine.quant import LINEARS, scheme_of
+
+    hidden, inner, ffn = model.hidden_size, model.attention_dim, model.ffn_dim
+    shapes = {
+        "qkv": (3 * inner, hidden), "out": (hidden, inner), "up": (2 * ffn, hidden),
+        "down": (hidden, ffn),
+    }  # fmt: skip
+    scheme, total = scheme_of(linear), 0
+    for layer in range(model.num_layers):
+        for name in LINEARS:
+            rows, columns = shapes[name]
+            is_named = any(rule.names(layer, model.num_layers, name) for rule in scheme)
+            total += rows * (columns + 4) if is_named else rows * columns * size
+    return total
