@@ -101,6 +101,29 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen3VlTextConfig:
+    """What a model reads of a Qwen3-VL: the first picture and the prompt, a row a token.
+
+    Source: MiniMax-H3 release, text encoder.
+    """
+
+    layer: int = 50
+    """Decoder layers that run; their last hidden state is taken before any norm."""
+    caption_rows: int = 512
+    """Tokens that a prompt may have. Training captions had up to 250; each row costs keys and
+    values in every layer."""
+
+    def __post_init__(self) -> None:
+        for name in ("layer", "caption_rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"text.{name} is {getattr(self, name)}; allowed: 1 or more")
+
+
+LABEL_ROWS = 8
+"""Rows around the picture's in a prompt: the six tokens of its label, its start and its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Everything that the weights fix. The first group uses the names of diffusers' constructor."""
 
@@ -136,7 +159,8 @@ class ModelConfig:
     geometry: Geometry = field(default_factory=lambda: Geometry(height_px=768, width_px=1344))
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     camera: CameraConfig = field(default_factory=CameraConfig)
-    text: TextConfig = field(default_factory=TextConfig)
+    text: TextConfig | Qwen3VlTextConfig = field(default_factory=TextConfig)
+    """Which encoder the prompt goes through, with its settings."""
 
     def __post_init__(self) -> None:
         if self.patch_size != (1, 2, 2):
@@ -200,6 +224,13 @@ class ModelConfig:
     def frames_per_chunk(self) -> int:
         """Pixel frames of one chunk."""
         return sum(FRAMES_PER_LATENT)
+
+    @property
+    def text_rows(self) -> int:
+        """Most text rows of a prefix: what memory is planned for."""
+        if isinstance(self.text, TextConfig):
+            return self.text.rows
+        return LABEL_ROWS + self.rows_per_latent + self.text.caption_rows
 
     @property
     def audio_rows(self) -> int:
@@ -316,8 +347,8 @@ class Preset:
 def preset(name: str, geometry: Geometry | None = None) -> Preset:
     """Preset by name, optionally at another picture size.
 
-    The word list of `mini` comes with its weights; here it is empty. `h3_33b` uses the word encoder
-    until a Qwen3-VL encoder is part of the project. `tiny` is for tests and always random.
+    The word list of `mini` comes with its weights; here it is empty. `tiny` is for tests and always
+    random.
 
     Raises: ConfigError for an unknown name.
     """
@@ -337,7 +368,7 @@ def preset(name: str, geometry: Geometry | None = None) -> Preset:
             forward_per_frame=0.0147, strafe_per_frame=0.0147, yaw_deg_per_frame=0.157,
             pitch_deg_per_frame=0.08, boost_factor=3.0, pitch_limit_rad=0.6,
         )  # fmt: skip
-        model = ModelConfig(camera=camera, text=TextConfig(rows=512))
+        model = ModelConfig(camera=camera, text=Qwen3VlTextConfig())
         sizes = (model.geometry, Geometry(height_px=480, width_px=832))
         found = Preset(name=name, model=model, weights=None, geometries=sizes)
     elif name == "tiny":
@@ -389,6 +420,10 @@ def _read(cls: type[Config], data: Any, where: str) -> Config:
     return cls(**values)
 
 
+def _has_keys_of(cls: Any, value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == set(typing.get_type_hints(cls))
+
+
 def _value(hint: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return _read(hint, value, where)
@@ -400,8 +435,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        inner = next(each for each in arguments if each is not type(None))
-        return _value(inner, value, where)
+        inner = [each for each in arguments if each is not type(None)]
+        # Sections that are alternatives differ in their keys; the first is named where none fits.
+        fits = (each for each in inner[1:] if _has_keys_of(each, value))
+        return _value(next(fits, inner[0]), value, where)
     if origin is tuple:
         if not isinstance(value, list):
             raise ConfigError(f"{where} is {value!r}; allowed: a list")

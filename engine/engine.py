@@ -133,7 +133,7 @@ class Engine:
             model_config, config, device, geometries, world_size=_world_size(exchange)
         )
         model_hash = verify_manifest(folder)
-        text_encoder = _word_encoder(model_config)
+        text_encoder = WordEncoder.of(model_config)
         model = load_model(
             folder,
             model_config,
@@ -181,7 +181,7 @@ class Engine:
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in model.named_parameters():
             _randomize(name, parameter, generator)
-        text_encoder = _word_encoder(model_config).to(device)
+        text_encoder = WordEncoder.of(model_config).to(device)
         text_encoder.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
         label = f"random {seed} {model_config.to_json()}"
         return cls(
@@ -210,8 +210,12 @@ class Engine:
         Shorter windows are recorded while somebody plays. `graphs` lists what is recorded.
         """
         start_s = time.perf_counter()
-        anchor_BCTHW = torch.zeros(anchor_shape(self.model_config))
-        rollout = self.new_rollout("", anchor_BCTHW=anchor_BCTHW)
+        size = self.model_config.geometry
+        rollout = self.new_rollout(
+            "",
+            anchor_BCTHW=torch.zeros(anchor_shape(self.model_config)),
+            picture_HWC=torch.zeros(size.height_px, size.width_px, 3, dtype=torch.uint8),
+        )
         windows = self.model_config.window_chunks
         # The steady window comes twice more: its passes are recorded, then its slide.
         total = windows + (2 if self.config.graphs is True else 0)
@@ -242,6 +246,7 @@ class Engine:
         prompt: str,
         *,
         anchor_BCTHW: Tensor | None = None,
+        picture_HWC: Tensor | None = None,
         seed: int = 0,
         epoch: int = 0,
         draws: Draws | None = None,
@@ -251,6 +256,7 @@ class Engine:
         Args:
             prompt: any text.
             anchor_BCTHW: the encoded picture [1, 24, 1, H, W]; needed.
+            picture_HWC: the picture itself, uint8 RGB, for a prompt encoder that looks at it.
             seed: 0 to 2^64 - 1.
             epoch: what the chunks will carry; a reset raises it.
             draws: random numbers from elsewhere, instead of the seed's.
@@ -262,7 +268,7 @@ class Engine:
         prefix_draws = draws.prefix()
         if anchor_BCTHW is None:
             raise ConfigError("anchor is None; the world needs an image: pass its latent frame")
-        inputs = self._inputs(prompt, anchor_BCTHW, prefix_draws=prefix_draws)
+        inputs = self._inputs(prompt, anchor_BCTHW, picture_HWC, prefix_draws=prefix_draws)
         return Rollout(
             prompt=prompt,
             seed=seed,
@@ -270,6 +276,7 @@ class Engine:
             draws=draws,
             prefix_draws=prefix_draws,
             anchor_BCTHW=anchor_BCTHW,
+            picture_HWC=picture_HWC,
             core=self._within_memory("the start of a rollout", lambda: core.begin(inputs)),
             camera=CameraState(),
             camera_before=CameraState(),
@@ -278,12 +285,19 @@ class Engine:
     def set_prompt(self, rollout: Rollout, prompt: str) -> None:
         """Change the prompt from the next chunk on; picture, silence and history stay.
 
-        Raises: OutOfMemoryError.
+        Raises: ConfigError for a prompt that the encoder does not take, OutOfMemoryError.
         """
         core = self.core
-        inputs = self._inputs(prompt, rollout.anchor_BCTHW, prefix_draws=rollout.prefix_draws)
+        inputs = self._inputs(
+            prompt, rollout.anchor_BCTHW, rollout.picture_HWC, prefix_draws=rollout.prefix_draws
+        )
         self._within_memory("a new prompt", lambda: core.switch_prefix(rollout.core, inputs))
         rollout.prompt = prompt
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        """What encodes prompts; may be used from any thread, so ahead of the rollout's."""
+        return self._text_encoder
 
     def step(
         self, rollout: Rollout, action: Action, *, leading_BCTHW: Tensor | None = None
@@ -421,14 +435,20 @@ class Engine:
         if self._core is not None:
             self._core.close()
         self._core = None
+        self._text_encoder.close()
 
     def _within_memory(self, what: str, work: Callable[[], T]) -> T:
         return within_memory(self.device, what, work)
 
     def _inputs(
-        self, prompt: str, anchor_BCTHW: Tensor, *, prefix_draws: PrefixDraws
+        self,
+        prompt: str,
+        anchor_BCTHW: Tensor,
+        picture_HWC: Tensor | None,
+        *,
+        prefix_draws: PrefixDraws,
     ) -> PrefixInputs:
-        encoding = self._text_encoder.encode(prompt)
+        encoding = self._text_encoder.encode(prompt, picture_HWC)
         return make_prefix(
             self.model_config,
             encoding.rows_BRE.to(self.device),
@@ -443,11 +463,6 @@ def _packed(rollout: Rollout) -> PackedCache:
     if not isinstance(cache, PackedCache):
         raise UnsupportedError("snapshot: packed_history is off; allowed: on")
     return cache
-
-
-def _word_encoder(config: ModelConfig) -> WordEncoder:
-    text = config.text
-    return WordEncoder(text.vocabulary, text.unknown_buckets, text.rows, config.text_dim)
 
 
 def _resolve_memory(

@@ -279,7 +279,7 @@ def engine_parts(
 
 def prefix_row_count(model: ModelConfig) -> int:
     """Rows of text, anchor and audio."""
-    return model.text.rows + model.rows_per_latent + model.audio_rows
+    return model.text_rows + model.rows_per_latent + model.audio_rows
 
 
 def linear_parameter_count(model: ModelConfig) -> int:

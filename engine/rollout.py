@@ -131,6 +131,8 @@ class Rollout:
     draws: Draws
     prefix_draws: PrefixDraws
     anchor_BCTHW: Tensor
+    picture_HWC: Tensor | None
+    """What the prompt encoder looks at."""
     core: CoreState
     camera: CameraState
     """At the first frame of the next chunk."""

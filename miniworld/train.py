@@ -46,8 +46,8 @@ _SHARD_BYTES = 15 << 20
 def mini_config() -> ModelConfig:
     """Return the configuration of the mini world with its vocabulary."""
     model = preset("mini").model
+    assert isinstance(model.text, TextConfig)
     text = dataclasses.replace(model.text, vocabulary=tuple(KNOWN_WORDS))
-    assert isinstance(text, TextConfig)
     return dataclasses.replace(model, text=text)
 
 
@@ -100,9 +100,7 @@ def _cache(args: argparse.Namespace, config: ModelConfig, ranks: Ranks, log: Log
     vae = TinyVae.from_pretrained(args.out / "vae", dtype=dtype, device=ranks.device)
     channels_last: Any = {"memory_format": torch.channels_last}  # not in torch's annotations
     vae = vae.to(**channels_last)
-    text = WordEncoder(
-        config.text.vocabulary, config.text.unknown_buckets, config.text.rows, config.text_dim
-    )
+    text = WordEncoder.of(config)
     # Each process makes its own clips: together they see twice as many, at no cost in time.
     return ClipCache.build(
         vae,
@@ -177,9 +175,7 @@ def shipped_state(folder: Path) -> dict[str, torch.Tensor]:
     Raises: CheckpointError.
     """
     config = mini_config()
-    text = WordEncoder(
-        config.text.vocabulary, config.text.unknown_buckets, config.text.rows, config.text_dim
-    )
+    text = WordEncoder.of(config)
     device = torch.device("cpu")
     model = load_model(folder, config, dtype=torch.float32, device=device, text_encoder=text)
     state = dict(model.state_dict())
@@ -191,9 +187,7 @@ def build_models(
 ) -> tuple[MiniMaxH3Transformer, WordEncoder]:
     """Return transformer and word encoder with the weights of a stage, fp32."""
     model = MiniMaxH3Transformer(config)
-    text = WordEncoder(
-        config.text.vocabulary, config.text.unknown_buckets, config.text.rows, config.text_dim
-    )
+    text = WordEncoder.of(config)
     model.load_state_dict({k: v for k, v in state.items() if not k.startswith("text.")})
     text.load_state_dict(
         {k.removeprefix("text."): v for k, v in state.items() if k.startswith("text.")}

@@ -64,6 +64,13 @@ class RendererWorld:
         self._chunk_index = 0
         self.set_prompt(prompt)
 
+    def is_prompt_at_hand(self, prompt: str) -> bool:
+        """Words are looked up."""
+        return True
+
+    def prepare_prompt(self, prompt: str) -> None:
+        """Nothing is slow."""
+
     def set_prompt(self, prompt: str) -> None:
         """Change the look from the next chunk on."""
         place, _, time = parse_prompt(prompt)

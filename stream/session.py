@@ -59,6 +59,15 @@ class World(Protocol):
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         """Start a rollout; what it makes goes into `digest`."""
 
+    def is_prompt_at_hand(self, prompt: str) -> bool:
+        """Whether `set_prompt` would be done at once."""
+
+    def prepare_prompt(self, prompt: str) -> None:
+        """Do the slow part of `set_prompt` ahead; from any thread, while steps are made.
+
+        Raises: ConfigError for a prompt that is not taken.
+        """
+
     def set_prompt(self, prompt: str) -> None:
         """Change the prompt from the next chunk on."""
 
@@ -76,10 +85,22 @@ class World(Protocol):
 
 
 class ModelWorld:
-    """Engine and decoder, and the latent of the picture that rollouts start from."""
+    """Engine and decoder, and the picture that rollouts start from.
+
+    Args:
+        engine: shared by worlds; one of them is in use at a time.
+        decoder: None makes latents only.
+        anchor_BCTHW: latent of the picture.
+        picture_HWC: the picture, uint8 RGB, for a prompt encoder that looks at it.
+    """
 
     def __init__(
-        self, engine: Engine, decoder: StreamingDecoder | None, *, anchor_BCTHW: Tensor
+        self,
+        engine: Engine,
+        decoder: StreamingDecoder | None,
+        *,
+        anchor_BCTHW: Tensor,
+        picture_HWC: Tensor | None = None,
     ) -> None:
         self.geometry = engine.model_config.geometry
         self.has_frames = decoder is not None
@@ -95,6 +116,7 @@ class ModelWorld:
         self._engine = engine
         self._decoder: StreamingDecoder | None = decoder
         self._anchor_BCTHW = anchor_BCTHW
+        self._picture_HWC = picture_HWC
         self._rollout: Rollout | None = None
         self._decoder_state: DecoderState | None = None
         self._digest = Digest()
@@ -104,8 +126,18 @@ class ModelWorld:
         self._digest = digest
         # Before the next ones are there, which take over their memory.
         self._rollout = self._decoder_state = None
-        self._rollout = self._engine.new_rollout(prompt, anchor_BCTHW=self._anchor_BCTHW, seed=seed)
+        self._rollout = self._engine.new_rollout(
+            prompt, anchor_BCTHW=self._anchor_BCTHW, picture_HWC=self._picture_HWC, seed=seed
+        )
         self._decoder_state = self._decoder.new_state() if self._decoder else None
+
+    def is_prompt_at_hand(self, prompt: str) -> bool:
+        """Whether the encoder has this prompt with this picture ready."""
+        return self._engine.prompts.is_at_hand(prompt, self._picture_HWC)
+
+    def prepare_prompt(self, prompt: str) -> None:
+        """Encode, so that the encoder has it ready."""
+        self._engine.prompts.encode(prompt, self._picture_HWC)
 
     def set_prompt(self, prompt: str) -> None:
         """Change the prompt; history keeps what it showed."""

@@ -74,7 +74,10 @@ class ModelCache:
         models = self._load(spec)
         anchor_BCTHW = models.encoder.encode_image(rgb_HWC).float()
         return ModelWorld(
-            models.engine, models.decoder if with_frames else None, anchor_BCTHW=anchor_BCTHW
+            models.engine,
+            models.decoder if with_frames else None,
+            anchor_BCTHW=anchor_BCTHW,
+            picture_HWC=rgb_HWC,
         )
 
     def _load(self, spec: WorldSpec) -> Models:

@@ -76,7 +76,7 @@ def group_shapes(model: ModelConfig, heads: int, need: AttentionNeed) -> tuple[A
         heads: of this rank.
         need: of the model on its device.
     """
-    conditioning = model.text.rows + model.rows_per_latent
+    conditioning = model.text_rows + model.rows_per_latent
     prefix = conditioning + model.audio_rows
     window = prefix + model.window_chunks * model.rows_per_chunk
     sizes = {

@@ -88,7 +88,7 @@ def load(
     if (folder / "config.json").is_file():
         config = read_config(folder)
         weights_hash = verify_manifest(folder)
-        text = _word_encoder(config)
+        text = WordEncoder.of(config)
         model = load_model(folder, config, dtype=dtype, device=device, text_encoder=text)
         label = str(folder)
     else:
@@ -120,7 +120,7 @@ def _random(device: torch.device, dtype: torch.dtype) -> Models:
     config = mini_config()
     torch.manual_seed(0)
     model = MiniMaxH3Transformer(config)
-    text = _word_encoder(config)
+    text = WordEncoder.of(config)
     vae = TinyVae(TinyVaeConfig()).cast(dtype).to(device)
     model.cast_blocks(dtype)
     return Models(
@@ -130,11 +130,6 @@ def _random(device: torch.device, dtype: torch.dtype) -> Models:
         source=RANDOM_WEIGHTS,
         weights_hash=RANDOM_WEIGHTS,
     )
-
-
-def _word_encoder(config: ModelConfig) -> WordEncoder:
-    text = config.text
-    return WordEncoder(text.vocabulary, text.unknown_buckets, text.rows, config.text_dim)
 
 
 def _best_stage(folder: Path, stage: str) -> str:

@@ -94,9 +94,7 @@ class TrainedModel:
         use_muon: bool = True,
     ) -> None:
         self.model = MiniMaxH3Transformer(config).to(device)
-        self.text = WordEncoder(
-            config.text.vocabulary, config.text.unknown_buckets, config.text.rows, config.text_dim
-        ).to(device)
+        self.text = WordEncoder.of(config).to(device)
         _start_quiet(self.model)
         if device.type == "cuda":
             self.model.cast_blocks(torch.bfloat16)

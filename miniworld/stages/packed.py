@@ -67,7 +67,7 @@ class PackedLayout:
         self, config: ModelConfig, *, chunks: int, prompts: int, device: torch.device
     ) -> None:
         self.chunks, self.prompts, self.device = chunks, prompts, device
-        self.text_rows = config.text.rows
+        self.text_rows = config.text_rows
         self.anchor_rows = config.rows_per_latent
         self.audio_rows = config.audio_rows
         self.prefix_rows = self.text_rows + self.anchor_rows + self.audio_rows

@@ -33,8 +33,7 @@ CPU = torch.device("cpu")
 
 
 def _words() -> WordEncoder:
-    text = CONFIG.text
-    return WordEncoder(text.vocabulary, text.unknown_buckets, text.rows, CONFIG.text_dim)
+    return WordEncoder.of(CONFIG)
 
 
 @pytest.fixture

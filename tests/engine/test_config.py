@@ -29,8 +29,9 @@ def test_released_sizes():
     assert model.parameter_count == 33_122_992_896
     assert (model.rows_per_latent, model.rows_per_chunk, model.audio_rows) == (1008, 5040, 526)
     assert (model.rotary_dim, model.attention_dim) == (96, 7168)
+    assert model.text_rows == 8 + 1008 + 512
     small = preset("h3_33b", Geometry(height_px=480, width_px=832)).model
-    assert small.rows_per_latent == 390
+    assert (small.rows_per_latent, small.text_rows) == (390, 8 + 390 + 512)
 
 
 def test_mini_sizes():

@@ -42,7 +42,7 @@ def random_clips(
         latents_BNRC=torch.randn(shape, generator=generator).bfloat16(),
         anchor_BRC=torch.randn((batch, rows, config.patch_features), generator=generator),
         views_BT44=random_views(batch, latents, generator),
-        text_ids_BPR=torch.randint(0, words, (batch, 2, config.text.rows), generator=generator),
+        text_ids_BPR=torch.randint(0, words, (batch, 2, config.text_rows), generator=generator),
         coverage_BTR=torch.rand((batch, latents, rows), generator=generator).half(),
         is_mid_session_B=torch.arange(batch) == batch - 1,
         switch_chunk=switch_chunk,

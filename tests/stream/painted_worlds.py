@@ -48,6 +48,12 @@ class PaintedWorld:
         self._digest, self._chunk, self._walked = digest, 0, 0.0
         self.set_prompt(prompt)
 
+    def is_prompt_at_hand(self, prompt: str) -> bool:
+        return True
+
+    def prepare_prompt(self, prompt: str) -> None:
+        pass
+
     def set_prompt(self, prompt: str) -> None:
         kind, _, when = prompt.partition(" ")
         self._slow_s = float(when) if kind == "slow" else 0.0

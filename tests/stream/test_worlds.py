@@ -21,10 +21,8 @@ pytestmark = pytest.mark.cpu
 def folder(tmp_path: Path) -> Path:
     """Weights of the tiny preset as they would ship."""
     config = preset("tiny").model
-    text = config.text
-    encoder = WordEncoder(text.vocabulary, text.unknown_buckets, text.rows, config.text_dim)
     path = tmp_path / "weights"
-    save_model(path, tiny_model(config), config, text_encoder=encoder)
+    save_model(path, tiny_model(config), config, text_encoder=WordEncoder.of(config))
     TinyVae(TinyVaeConfig()).save_pretrained(path / "vae")
     write_manifest(path)
     return path
