@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stream.interrupt import StopWish
-from stream.jobs import Job, Outputs, Start, WorldSpec
+from stream.jobs import Job, Outputs
 from stream.progress import Progress
 from stream.record import FrameWriter, GifWriter, Mp4Writer, PngWriter, Recorder
 from stream.trace import TRACE_VERSION, TraceEnd, TraceHeader, TraceWriter, trace_path
+from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
     from engine.types import Action

@@ -17,11 +17,10 @@ from typing import Annotated
 
 import tyro
 
-from engine.config import PRESET_NAMES, EngineConfig, Geometry, preset
 from engine.errors import ConfigError
-from stream.images import SeedImage, load_seed_image
 from stream.record import GIF_LIMIT_S
 from stream.script import FRAMES_PER_CHUNK, FRAMES_PER_SECOND, KeyScript, load_script
+from stream.world_spec import Start, WorldSpec, read_start, world_spec
 
 PROMPT_LIMIT = 1_000
 SEED_LIMIT = 2**64 - 1
@@ -86,28 +85,6 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorldSpec:
-    """Which world, on which device. Worlds of equal specs share their weights."""
-
-    source: str
-    """"model" or "renderer"."""
-    preset: str
-    geometry: Geometry
-    weights: str
-    """"shipped", "random", or a folder."""
-    engine: EngineConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """First picture: a file, or a named scene seen from its start."""
-
-    image: SeedImage | None
-    image_path: str | None
-    scene: str | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
     """Where results go."""
 
@@ -167,60 +144,6 @@ def plan(options: JobOptions) -> Job:
         chunk_count=chunk_count,
         outputs=outputs,
     )
-
-
-def world_spec(
-    preset_name: str,
-    *,
-    size: str | None,
-    weights: str,
-    renderer: bool,
-    device: str,
-    dtype: str,
-) -> WorldSpec:
-    """Resolve a preset at one of its sizes."""
-    if preset_name not in PRESET_NAMES:
-        raise ConfigError(f"preset: {preset_name!r}; allowed: {', '.join(PRESET_NAMES)}")
-    found = preset(preset_name)
-    geometry = found.model.geometry
-    if size is not None:
-        by_name = {f"{each.width_px}x{each.height_px}": each for each in found.geometries}
-        if size not in by_name:
-            raise ConfigError(f"size: {size!r}; allowed for {preset_name}: {', '.join(by_name)}")
-        geometry = by_name[size]
-    if renderer and preset_name != "mini":
-        raise ConfigError(f"renderer: preset is {preset_name!r}; allowed with it: mini")
-    if not renderer and weights == "shipped" and found.weights is None:
-        raise ConfigError(
-            f"weights: no weights ship with {preset_name}; allowed: random, or a folder"
-        )
-    if weights not in ("shipped", "random") and not Path(weights).is_dir():
-        raise ConfigError(f"weights: {weights!r} is no folder; allowed: shipped, random, a folder")
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"dtype: {dtype!r}; allowed: auto, float32, bfloat16")
-    return WorldSpec(
-        source="renderer" if renderer else "model",
-        preset=preset_name,
-        geometry=geometry,
-        weights=weights,
-        engine=EngineConfig(device=device, dtype=dtype),  # type: ignore[arg-type]  # checked above
-    )
-
-
-def read_start(world: WorldSpec, *, image: str | None, scene: str | None) -> Start:
-    """Read the first picture; exactly one of image and scene is given."""
-    if (image is None) == (scene is None):
-        given = "neither" if image is None else "both"
-        raise ConfigError(f"image, scene: {given} given; allowed: exactly one of them")
-    if world.source == "renderer" and scene is None:
-        raise ConfigError("renderer: an image was given; allowed: a scene")
-    geometry = world.geometry
-    seed_image = None
-    if image is not None:
-        seed_image = load_seed_image(
-            image, width_px=geometry.width_px, height_px=geometry.height_px
-        )
-    return Start(image=seed_image, image_path=image, scene=scene)
 
 
 def plan_outputs(out: str, *, png: str | None, gif: str | None, force: bool) -> Outputs:

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError, WorldStreamError
 from stream.generate import trace_header
-from stream.jobs import Start, WorldSpec, check_prompt
+from stream.jobs import check_prompt
 from stream.session import Session, World
 from stream.snapshots import SNAPSHOT_CHUNKS, Snapshot, snapshot_file, write_snapshot
 from stream.trace import TRACE_SUFFIX, Trace, TraceEnd, TraceWriter
 from stream.worker_messages import FailureCode
+from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
     from engine.types import Action

@@ -21,8 +21,8 @@ from engine.config import PRESET_NAMES, EngineConfig, Geometry, preset
 from engine.device import resolve_device
 from engine.errors import ConfigError
 from engine.types import FRAMES_PER_CHUNK, Action, Control
-from stream.jobs import Start, WorldSpec
 from stream.session import ModelWorld, Session
+from stream.world_spec import Start, WorldSpec
 from stream.worlds import ModelCache, default_prompt
 
 CHUNK_LIMIT = 100_000

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 from stream.generate import ChunkInput, Made, open_recorder, roll_out
-from stream.jobs import Outputs, Start, WorldSpec, check_prompt, read_start, world_spec
+from stream.jobs import Outputs, check_prompt
 from stream.trace import Trace
+from stream.world_spec import Start, WorldSpec, read_start, world_spec
 
 if TYPE_CHECKING:
     from stream.worlds import ModelCache

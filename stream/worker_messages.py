@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stream.actions import STALE_MS
 from stream.frames import FrameMeta
-from stream.jobs import WorldSpec
+from stream.world_spec import WorldSpec
 
 
 class FailureCode(StrEnum):

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from stream.jobs import WorldSpec, world_spec
 from stream.memory import MemoryUse
 from stream.processes import usage
 from stream.seat import Seat
@@ -19,6 +18,7 @@ from stream.settings import ServerSettings
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.worker_messages import WorkerConfig
 from stream.world_source import OpenSource
+from stream.world_spec import WorldSpec, world_spec
 
 FPS = 24.0
 

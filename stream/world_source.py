@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from stream.jobs import Start, WorldSpec, read_start
 from stream.worker_messages import StartFrom
+from stream.world_spec import Start, WorldSpec, read_start
 
 if TYPE_CHECKING:
     import numpy as np

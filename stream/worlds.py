@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 
 from engine.config import preset
 from engine.errors import CheckpointError
-from stream.jobs import Start, WorldSpec
 from stream.renderer import RendererWorld, scene_prompt
 from stream.session import ModelWorld, World
+from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
     from engine.engine import Engine

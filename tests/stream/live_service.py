@@ -24,12 +24,12 @@ from websockets.sync.client import ClientConnection, connect
 from engine.config import preset
 from engine.types import Action
 from stream.app import create_app
-from stream.jobs import Start, WorldSpec
 from stream.live import Live
 from stream.serve import LiveServer, uvicorn_config
 from stream.settings import load_settings
 from stream.supervisor import WatchdogLimits
 from stream.world_source import OpenSource
+from stream.world_spec import Start, WorldSpec
 from stream.ws_video import HEADER
 from tests.stream.painted_worlds import PaintedWorld
 from vae_stream.decoder import FrameChunk

@@ -16,9 +16,9 @@ import torch
 from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry
 from engine.errors import CheckpointError
 from engine.types import Action
-from stream.jobs import Start, WorldSpec
 from stream.session import WorldState
 from stream.trace import Digest
+from stream.world_spec import Start, WorldSpec
 from vae_stream.decoder import FrameChunk
 
 GEOMETRY = Geometry(height_px=32, width_px=64)

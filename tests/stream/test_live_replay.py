@@ -8,7 +8,6 @@ import pytest
 
 from stream.actions import ActionSnapshot, Edge, wall_ms
 from stream.cli import main
-from stream.jobs import world_spec
 from stream.supervisor import WorkerHandle
 from stream.trace import read_trace
 from stream.worker_messages import (
@@ -23,6 +22,7 @@ from stream.worker_messages import (
     StartSession,
     WorkerConfig,
 )
+from stream.world_spec import world_spec
 
 pytestmark = pytest.mark.cpu
 

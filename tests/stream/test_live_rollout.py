@@ -8,11 +8,11 @@ from PIL import Image
 from engine.config import EngineConfig, Geometry
 from engine.errors import ConfigError
 from engine.types import Action, Control
-from stream.jobs import Start, WorldSpec, read_start
 from stream.live_rollout import LiveRollout, OutputError, trace_file
 from stream.replay import plan_replay, replay
 from stream.trace import Trace, read_trace
 from stream.worker_messages import FailureCode
+from stream.world_spec import Start, WorldSpec, read_start
 from stream.worlds import ModelCache
 from tests.stream.painted_worlds import SPEC, PaintedWorld
 

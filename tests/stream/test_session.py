@@ -7,9 +7,9 @@ from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry, preset
 from engine.engine import Engine
 from engine.errors import ConfigError, StateError
 from engine.types import Action, Control
-from stream.jobs import Start
 from stream.renderer import RendererWorld
 from stream.session import ModelWorld, Session
+from stream.world_spec import Start
 from stream.worlds import default_prompt
 from vae_stream.decoder import DecoderState, FrameChunk
 from vae_stream.taehv import TinyVae, TinyVaeConfig

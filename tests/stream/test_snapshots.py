@@ -8,11 +8,11 @@ import torch
 
 from engine.config import EngineConfig, Geometry
 from engine.types import Action, Control
-from stream.jobs import Start, WorldSpec, read_start
 from stream.live_rollout import LiveRollout
 from stream.session import WorldState
 from stream.snapshots import Snapshot, read_snapshot, snapshot_file, write_snapshot
 from stream.trace import Trace, read_trace
+from stream.world_spec import Start, WorldSpec, read_start
 from stream.worlds import ModelCache
 
 pytestmark = pytest.mark.cpu

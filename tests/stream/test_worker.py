@@ -19,7 +19,6 @@ from stream import live_rollout
 from stream.actions import ActionMailbox, ActionSnapshot, wall_ms
 from stream.command_inbox import merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing
-from stream.jobs import WorldSpec
 from stream.trace import read_trace
 from stream.worker import Worker
 from stream.worker_messages import (
@@ -48,6 +47,7 @@ from stream.worker_messages import (
     WorkerConfig,
 )
 from stream.world_source import LoadedWorlds, OpenSource
+from stream.world_spec import WorldSpec
 from tests.allocator import AllocatorLimit
 from tests.stream.painted_worlds import SPEC, NoWorlds, PaintedWorlds
 

@@ -9,7 +9,7 @@ from engine.config import EngineConfig, preset
 from engine.errors import CheckpointError
 from engine.text import WordEncoder
 from stream.cli import main
-from stream.jobs import WorldSpec, read_start, world_spec
+from stream.world_spec import WorldSpec, read_start, world_spec
 from stream.worlds import ModelCache, load_models
 from tests.tiny import tiny_model
 from vae_stream.taehv import TinyVae, TinyVaeConfig
