@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
+from graphs.compile import CompileMode
 from vae_stream.decoder import StreamingDecoder
 from vae_stream.tiny_decoder import TinyDecoder
+from vae_stream.vit_weights import load_vit
+from vae_stream.weight_files import WeightFiles
+from vae_stream.windowed import MODES, WindowedDecoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +53,38 @@ def _open_tiny(request: DecoderRequest) -> StreamingDecoder:
     )
 
 
+def _open_windowed(request: DecoderRequest) -> StreamingDecoder:
+    is_cuda = request.device.type == "cuda"
+    return WindowedDecoder(
+        load_vit(WeightFiles(request.folder), dtype=request.dtype, device=request.device),
+        height_px=request.height_px,
+        width_px=request.width_px,
+        mode=request.mode,
+        tile_batch=_CUDA_TILE_BATCH if is_cuda else 1,
+        compile_mode=CompileMode.BLOCKS if is_cuda else CompileMode.EAGER,
+    )
+
+
+_CUDA_TILE_BATCH = 14
+"""Divides the 28 tiles of a window at 1344x768 and the 56 of two."""
 _NETWORKS = (
     _Network(
         name="tiny VAE",
         marks=("decoder.stem.weight", "decoder.pixels.weight"),
         modes=("single",),
         open=_open_tiny,
+    ),
+    _Network(
+        name="windowed H3 ViT",
+        marks=("decoder.x_embedder.weight", "decoder.transformer_blocks."),
+        modes=MODES,
+        open=_open_windowed,
+    ),
+    _Network(
+        name="windowed H3 ViT in the layout of diffusers",
+        marks=("decoder.proj_in.weight", "decoder.transformer_blocks."),
+        modes=MODES,
+        open=_open_windowed,
     ),
 )
 
@@ -72,7 +101,7 @@ def open_decoder(
     """Open the decoder whose weights lie in `folder`.
 
     Args:
-        folder: with one or more safetensors files.
+        folder: with one or more safetensors files, in it or one folder below.
         device: of the weights and the pictures.
         dtype: of the network's products.
         height_px: picture height, a multiple of 16.
@@ -80,12 +109,12 @@ def open_decoder(
         mode: how latents are advanced; None for the network's default.
 
     Raises:
-        ValueError: the tensors belong to no known decoder, do not fit, or the mode is not theirs.
+        ValueError: the tensors belong to no known decoder, do not fit, the mode is not theirs, or a
+            file is damaged.
         FileNotFoundError: there is no safetensors file.
-        SafetensorError: a file is damaged.
     """
     folder = Path(folder)
-    names = tensor_names(folder)
+    names = frozenset(WeightFiles(folder).shapes)
     found = [network for network in _NETWORKS if _is_marked(names, network.marks)]
     if not found:
         raise ValueError(
@@ -102,23 +131,6 @@ def open_decoder(
             return network.open(request)
     modes = ", ".join(mode for network in found for mode in network.modes)
     raise ValueError(f"mode: {mode!r}; allowed for the {found[0].name} in {folder}: {modes}")
-
-
-def tensor_names(folder: Path) -> frozenset[str]:
-    """Return the names of all tensors in the safetensors files of a folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-        SafetensorError: a file is damaged.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder}: no *.safetensors; allowed: a folder with weights")
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names.update(opened.keys())
-    return frozenset(names)
 
 
 def _is_marked(names: frozenset[str], marks: tuple[str, ...]) -> bool:

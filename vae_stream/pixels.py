@@ -6,6 +6,8 @@ contiguous. Legend: T frames, C channels, H height, W width.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -31,3 +33,25 @@ def from_uint8(frames_THWC: Tensor) -> Tensor:
             "allowed: uint8 [T, H, W, 3]"
         )
     return frames_THWC.permute(0, 3, 1, 2).float() / 255.0
+
+
+def from_imagenet(frames_TCHW: Tensor) -> Tensor:
+    """Return frames around 0..1, fp32, of frames normalised as H3 makes and takes them."""
+    mean_C11, std_C11 = _imagenet(frames_TCHW.device)
+    return frames_TCHW.float() * std_C11 + mean_C11
+
+
+def to_imagenet(frames_TCHW: Tensor) -> Tensor:
+    """Return frames in 0..1 normalised by the mean and deviation of the colours of ImageNet."""
+    mean_C11, std_C11 = _imagenet(frames_TCHW.device)
+    return (frames_TCHW - mean_C11) / std_C11
+
+
+@cache
+def _imagenet(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and deviation, put on a device once, because a GPU waits for such a copy."""
+    mean_C, std_C = (
+        torch.tensor(values, device=device)
+        for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    )
+    return mean_C[:, None, None], std_C[:, None, None]

@@ -117,7 +117,7 @@ def _find(source: Path) -> list[Path]:
     if not files:
         pickles = sorted(file.name for file in source.iterdir() if file.suffix in _PICKLES)
         found = f"; found {_some(pickles)}, which may run code when it is read" if pickles else ""
-        raise FileNotFoundError(f"{source}: no .safetensors{found}")
+        raise FileNotFoundError(f"{source}: no *.safetensors{found}")
     return files
 
 

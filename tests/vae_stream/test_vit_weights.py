@@ -120,7 +120,7 @@ def test_a_damaged_file_and_a_pickle_are_told_apart(tmp_path: Path) -> None:
         load(tmp_path)
 
     file.rename(tmp_path / "model.pth")
-    with pytest.raises(FileNotFoundError, match=r"no \.safetensors; found model\.pth"):
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors; found model\.pth"):
         load(tmp_path)
 
 
