@@ -29,6 +29,10 @@ SIX_DECIMALS_ATOL = 1e-6
 # a Gaussian row of 384 has a peak near 3.1 sigma (9.8 dB less 4.8 of the uniform formula).
 INT8_ROWS_SQNR_DB = 36.0
 
+# Modulation from a full-rank table in fp32 against the bf16 time embedding, RMS: the embedding, the
+# bias and the output are rounded to bf16, 1.7e-3 each.
+CURVE_RATIO = 5e-3
+
 # Ray-caster, kernel against oracle: the kernel's sine is a series, exact to 4e-6; at most five
 # sines scale a colour in 0..1.
 RAYCAST_SHADE_ATOL = 2e-5
