@@ -107,3 +107,7 @@ CYCLES_GROWTH_MIB = 10.0
 
 # One colour through JPEG at quality 95 and back: quantisation of chroma moves a channel by 3.
 JPEG_STEP = 4
+
+# Frames, latents and memories of the H3 autoencoders in fp32 (values up to 10) against the public
+# code on another machine: 3e-6 measured with other shapes of products, the bar of the golden data.
+VAE_GOLDEN_ATOL = 1e-5
