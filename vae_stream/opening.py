@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from graphs.compile import CompileMode
+from vae_stream.causal_vit import CausalVitDecoder, Mode
 from vae_stream.decoder import StreamingDecoder
-from vae_stream.taeh3 import load_taeh3
 from vae_stream.tiny_decoder import TinyDecoder
 from vae_stream.vit_weights import load_vit
 from vae_stream.weight_files import WeightFiles
@@ -54,11 +54,6 @@ def _open_tiny(request: DecoderRequest) -> StreamingDecoder:
     )
 
 
-def _open_taeh3(request: DecoderRequest) -> StreamingDecoder:
-    network = load_taeh3(WeightFiles(request.folder), dtype=request.dtype, device=request.device)
-    return TinyDecoder(network, height_px=request.height_px, width_px=request.width_px)
-
-
 def _open_windowed(request: DecoderRequest) -> StreamingDecoder:
     is_cuda = request.device.type == "cuda"
     return WindowedDecoder(
@@ -68,6 +63,15 @@ def _open_windowed(request: DecoderRequest) -> StreamingDecoder:
         mode=request.mode,
         tile_batch=_CUDA_TILE_BATCH if is_cuda else 1,
         compile_mode=CompileMode.BLOCKS if is_cuda else CompileMode.EAGER,
+    )
+
+
+def _open_causal(request: DecoderRequest) -> StreamingDecoder:
+    return CausalVitDecoder(
+        load_vit(WeightFiles(request.folder), dtype=request.dtype, device=request.device),
+        height_px=request.height_px,
+        width_px=request.width_px,
+        mode=Mode(request.mode),
     )
 
 
@@ -81,12 +85,6 @@ _NETWORKS = (
         open=_open_tiny,
     ),
     _Network(
-        name="TAEH3",
-        marks=("decoder.22.weight", "decoder.3.conv.0.weight"),
-        modes=("single",),
-        open=_open_taeh3,
-    ),
-    _Network(
         name="windowed H3 ViT",
         marks=("decoder.x_embedder.weight", "decoder.transformer_blocks."),
         modes=MODES,
@@ -97,6 +95,19 @@ _NETWORKS = (
         marks=("decoder.proj_in.weight", "decoder.transformer_blocks."),
         modes=MODES,
         open=_open_windowed,
+    ),
+    _Network(
+        name="causal H3 ViT",
+        marks=("x_embedder.weight", "blocks."),
+        modes=tuple(Mode),
+        open=_open_causal,
+    ),
+    # Distilled weights may come under the names of the original, too.
+    _Network(
+        name="causal H3 ViT under the names of the original",
+        marks=("decoder.proj_out.weight", "decoder.transformer_blocks."),
+        modes=tuple(Mode),
+        open=_open_causal,
     ),
 )
 
