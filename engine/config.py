@@ -23,6 +23,7 @@ BackendName = Literal[
 ]  # fmt: skip
 CompileChoice = Literal["auto", "off", "blocks", "full"]
 KernelChoice = Literal["off", "eager", "fast"]
+QkvChoice = Literal["auto", "interleaved", "stacked"]
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
 """Schemes of `engine.quant` by name, or what fits."""
 VAE_SPATIAL_FACTOR = 16
@@ -283,6 +284,10 @@ class EngineConfig:
     """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
     scale a row, which is an approximation; or a json file of one's own (`quant.read_scheme`).
     "auto": "bf16" wherever that fits, see `memory.choose_plan`."""
+    qkv_layout: QkvChoice = "auto"
+    """Order of fused projections in weights of the original layout, which no file tells: "auto"
+    takes several files for official shards (interleaved per head) and one for a re-packed one
+    (stacked)."""
     free_adaln: bool | Literal["auto"] = "auto"
     """Give the modulation weights up once their tables are built, but for the third that a new
     session's audio time needs: 17 GB of the large model. "auto": where it would not fit else."""
@@ -304,6 +309,7 @@ class EngineConfig:
         for name, choices in (
             ("compile", CompileChoice), ("attention", BackendName), ("kernels", KernelChoice),
             ("graphs", Literal[True, False, "auto"]), ("free_adaln", Literal[True, False, "auto"]),
+            ("qkv_layout", QkvChoice),
         ):  # fmt: skip
             value, allowed = getattr(self, name), typing.get_args(choices)
             if value not in allowed:

@@ -1,14 +1,12 @@
 """The engine: a loaded model, and rollouts that step through it.
 
-Owns loading, the resolved configuration, and the order of one step: camera, draws, denoise,
+Owns the resolved configuration, and the order of one step: camera, draws, denoise,
 commit. Invariants: weights live here and never change; everything that changes lives in `Rollout`;
 a step that raises leaves the rollout as it was.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -21,29 +19,21 @@ import torch
 from torch import Tensor
 
 from engine.camera import FIRST_FRAMES, CameraState, integrate, relative_views
-from engine.checkpoint import empty_model, load_model, read_config, verify_manifest
+from engine.checkpoint.reading import OnLoad
 from engine.clock import new_clock
-from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, preset
+from engine.config import EngineConfig, Geometry, ModelConfig
 from engine.core import CoreOptions, RolloutCore
-from engine.device import (
-    DtypeChoice,
-    choose_dtype,
-    present_memory,
-    resolve_device,
-    smaller_geometries,
-    torch_dtype,
-    within_memory,
-)
-from engine.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from engine.device import DtypeChoice, within_memory
+from engine.errors import ConfigError, StateError, UnsupportedError
 from engine.kv_cache import PackedCache
-from engine.memory import DtypeName, MemoryPlan, choose_plan
+from engine.loading import ModelParts, pretrained_parts, random_parts
 from engine.model.dit import MiniMaxH3Transformer
 from engine.parallel import Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
 from engine.rollout import Draws, OpenChunk, Rollout, RolloutSnapshot, SeededDraws
 from engine.side_work import SideWork
-from engine.speed import resolve_speed, speed_parts
-from engine.text import PromptEncoder, WordEncoder
+from engine.speed import speed_parts
+from engine.text import PromptEncoder
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
 
 T = TypeVar("T")
@@ -74,9 +64,8 @@ class Engine:
         self.device = model.proj_in.weight.device
         self.dtype = model.dtype
         self._text_encoder = text_encoder
-        world_size = 1 if exchange is None else exchange.world_size
         self._side_work = SideWork(self.device)
-        parts = speed_parts(model, config, world_size=world_size)
+        parts = speed_parts(model, config, world_size=_world_size(exchange))
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
             adaln_tables=config.adaln_tables,
@@ -101,54 +90,30 @@ class Engine:
         source: str | Path,
         config: EngineConfig | None = None,
         *,
+        model_config: ModelConfig | None = None,
         exchange: Exchange | None = None,
+        on_progress: OnLoad | None = None,
     ) -> Engine:
-        """Load a preset that ships weights, or a folder of weights.
+        """Load a preset that ships weights, a folder of weights, or one file of them.
 
         Args:
-            source: "mini", "tiny" (random by definition), or a folder with `config.json`.
+            source: "mini", "tiny" (random by definition), or where the weights are, in any layout
+                that `checkpoint.source` knows.
             config: what the run chooses.
+            model_config: of the preset, for weights without a `config.json` of ours.
             exchange: where ranks share each rollout; every rank loads the weights.
+            on_progress: called a few times a second while weights are read.
 
         Raises: CheckpointError, ConfigError, DeviceError; before weights are read where possible.
         """
-        config = config or EngineConfig()
-        folder = Path(source)
-        geometries: tuple[Geometry, ...] = ()
-        if str(source) in PRESET_NAMES:
-            found = preset(str(source))
-            if found.name == "tiny":
-                return cls.from_random(found.model, config, exchange=exchange)
-            if found.weights is None:
-                raise CheckpointError(
-                    f"preset {found.name} ships no weights; pass a folder of weights, or build it "
-                    "with random ones"
-                )
-            folder, geometries = found.weights, found.geometries
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder; expected one with config.json")
-        model_config = read_config(folder)
-        device = resolve_device(config.device)
-        config, choice = _resolve_memory(
-            model_config, config, device, geometries, world_size=_world_size(exchange)
+        parts = pretrained_parts(
+            source,
+            config or EngineConfig(),
+            model_config=model_config,
+            world_size=_world_size(exchange),
+            on_progress=on_progress,
         )
-        model_hash = verify_manifest(folder)
-        text_encoder = WordEncoder.of(model_config)
-        model = load_model(
-            folder,
-            model_config,
-            dtype=torch_dtype(choice.dtype),
-            device=device,
-            text_encoder=text_encoder,
-        )
-        return cls(
-            model,
-            text_encoder.to(device),
-            config,
-            model_hash=model_hash,
-            dtype_choice=choice,
-            exchange=exchange,
-        )
+        return cls._of(parts, exchange)
 
     @classmethod
     def from_random(
@@ -171,25 +136,23 @@ class Engine:
 
         Raises: DeviceError before anything is allocated.
         """
-        config = config or EngineConfig()
-        device = resolve_device(config.device)
-        sizes = (*geometries, *smaller_geometries(model_config.geometry))
-        config, choice = _resolve_memory(
-            model_config, config, device, sizes, world_size=_world_size(exchange)
+        parts = random_parts(
+            model_config,
+            config or EngineConfig(),
+            seed=seed,
+            geometries=geometries,
+            world_size=_world_size(exchange),
         )
-        model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
-        generator = torch.Generator(device).manual_seed(seed)
-        for name, parameter in model.named_parameters():
-            _randomize(name, parameter, generator)
-        text_encoder = WordEncoder.of(model_config).to(device)
-        text_encoder.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
-        label = f"random {seed} {model_config.to_json()}"
+        return cls._of(parts, exchange)
+
+    @classmethod
+    def _of(cls, parts: ModelParts, exchange: Exchange | None) -> Engine:
         return cls(
-            model.requires_grad_(False).eval(),
-            text_encoder,
-            config,
-            model_hash="random-" + hashlib.sha256(label.encode()).hexdigest(),
-            dtype_choice=choice,
+            parts.model,
+            parts.text_encoder,
+            parts.config,
+            model_hash=parts.model_hash,
+            dtype_choice=parts.dtype_choice,
             exchange=exchange,
         )
 
@@ -465,61 +428,5 @@ def _packed(rollout: Rollout) -> PackedCache:
     return cache
 
 
-def _resolve_memory(
-    model_config: ModelConfig,
-    config: EngineConfig,
-    device: torch.device,
-    geometries: tuple[Geometry, ...],
-    *,
-    world_size: int,
-) -> tuple[EngineConfig, DtypeChoice]:
-    """Choose dtype, precision and residency; even measuring a block may need too much memory."""
-    present = present_memory(device)
-
-    def plan(dtype: DtypeName) -> MemoryPlan:
-        return choose_plan(
-            model_config,
-            dataclasses.replace(config, dtype=dtype),
-            present,
-            geometries=geometries,
-            world_size=world_size,
-        )
-
-    if config.dtype != "auto":
-        choice = DtypeChoice(dtype=config.dtype)
-    else:
-        plan("bfloat16")
-        choice = choose_dtype(model_config, device)
-        _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
-    found = plan(choice.dtype)
-    _log.info(
-        "memory_planned peak_gib=%.1f playing_gib=%.1f present_gib=%.1f linear=%s free_adaln=%s",
-        found.peak_gib, found.playing_gib, present.device_gib, found.linear, found.free_adaln,
-    )  # fmt: skip
-    resolved = dataclasses.replace(
-        config,
-        device=str(device),
-        dtype=choice.dtype,
-        linear=found.linear,
-        free_adaln=found.free_adaln,
-    )
-    return resolve_speed(resolved, device), choice
-
-
 def _world_size(exchange: Exchange | None) -> int:
     return 1 if exchange is None else exchange.world_size
-
-
-def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    """Fill a parameter so that activations keep their size: norms near 1, linears 1/sqrt(width).
-
-    Drawn in fp32 whatever the dtype, so that models of two dtypes differ by rounding alone.
-    """
-    drawn = torch.zeros(parameter.shape, device=parameter.device)
-    if parameter.ndim == 1:
-        drawn.normal_(0.0, 0.05, generator=generator)
-        if "norm" in name and name.endswith("weight"):
-            drawn.add_(1.0)
-    else:
-        drawn.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-    parameter.data.copy_(drawn)

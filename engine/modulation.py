@@ -189,7 +189,7 @@ class ModulationTables:
             return audio.kept_B6D[layer]
         projection = self._model.block(layer).adaln_proj
         if isinstance(projection, AudioAdaLN):
-            table_B6D = projection.audio(audio.embedding_BC)
+            table_B6D = projection.audio(audio.embedding_BC).to(self._model.dtype)
         else:
             table_B6D = self._model.modulation(layer, audio.embedding_BC)[:, TAG_AUDIO]
         if self._keeps_audio:

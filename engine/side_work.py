@@ -18,12 +18,13 @@ class SideWork:
 
     Args:
         device: where; anything but CUDA has no streams.
+        priority: of what runs there; lower numbers come first, 0 is that of other streams.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
         self._device = device
         is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._stream = torch.cuda.Stream(device, priority=priority) if is_cuda else None
         self._is_pending = False
 
     @contextmanager

@@ -154,3 +154,32 @@ class WarmUpEvent:
     total: int
     label: str
     elapsed_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadEvent:
+    """Progress of the weights on their way from disk."""
+
+    done_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+    @property
+    def share(self) -> float:
+        """Part that is done, 0 to 1."""
+        return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Rate so far, in 10^9 bytes."""
+        return self.done_bytes / 1e9 / max(self.elapsed_s, 1e-9)
+
+    @property
+    def left_s(self) -> float:
+        """Time to go at that rate."""
+        return (self.total_bytes - self.done_bytes) / 1e9 / max(self.gb_per_s, 1e-9)
+
+    def __str__(self) -> str:
+        """For people."""
+        done, total = self.done_bytes / 1e9, self.total_bytes / 1e9
+        return f"{done:.1f} of {total:.1f} GB, {self.gb_per_s:.1f} GB/s, {self.left_s:.0f} s left"

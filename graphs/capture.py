@@ -78,11 +78,17 @@ class CudaCaptured:
 
 
 class CudaCapture:
-    """Recording on a CUDA device."""
+    """Recording on a CUDA device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where.
+        priority: of the recorded kernels, whatever stream they are replayed in; lower numbers come
+            first, 0 is that of other streams.
+    """
+
+    def __init__(self, device: torch.device, *, priority: int = 0) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Pass) -> Tensor | None:

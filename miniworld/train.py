@@ -26,7 +26,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import load_model, save_model
+from engine.checkpoint.folder import save_model
+from engine.checkpoint.reading import load_model
+from engine.checkpoint.source import open_source
 from engine.config import ModelConfig, TextConfig, preset
 from engine.model.dit import MiniMaxH3Transformer
 from engine.text import WordEncoder
@@ -177,7 +179,8 @@ def shipped_state(folder: Path) -> dict[str, torch.Tensor]:
     config = mini_config()
     text = WordEncoder.of(config)
     device = torch.device("cpu")
-    model = load_model(folder, config, dtype=torch.float32, device=device, text_encoder=text)
+    source = open_source(folder, config)
+    model = load_model(source, dtype=torch.float32, device=device, text_encoder=text)
     state = dict(model.state_dict())
     return state | {f"text.{name}": value for name, value in text.state_dict().items()}
 

@@ -19,7 +19,13 @@ from engine.errors import ConfigError, WorldStreamError
 from stream.generate import trace_header
 from stream.jobs import check_prompt
 from stream.session import Session, World
-from stream.snapshots import SNAPSHOT_CHUNKS, Snapshot, snapshot_file, write_snapshot
+from stream.snapshots import (
+    SNAPSHOT_CHUNKS,
+    SNAPSHOT_LIMIT_BYTES,
+    Snapshot,
+    snapshot_file,
+    write_snapshot,
+)
 from stream.trace import TRACE_SUFFIX, Trace, TraceEnd, TraceWriter
 from stream.worker_messages import FailureCode
 from stream.world_spec import Start, WorldSpec
@@ -137,6 +143,8 @@ class LiveRollout:
     def keep(self, *, at_once: bool = False) -> None:
         """Write a snapshot where one is due. Call it between two chunks.
 
+        A world that is too large for it comes back chunk by chunk, from its trace.
+
         Args:
             at_once: write it although none is due.
 
@@ -146,6 +154,8 @@ class LiveRollout:
         index = self.chunk_index
         is_due = at_once or index % SNAPSHOT_CHUNKS == 0
         if not is_due or index == self._kept_index or self.last_frame_HWC is None:
+            return
+        if self.world.state_bytes > SNAPSHOT_LIMIT_BYTES:
             return
         from torch import from_numpy
 

@@ -46,6 +46,8 @@ class RendererWorld:
     dtype = "float32"
     note = ""
     is_finite = True
+    state_bytes = 0
+    """A few numbers."""
 
     def __init__(self, scene: str, geometry: Geometry) -> None:
         check_scene(scene)

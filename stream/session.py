@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.config import FRAMES_PER_LATENT, Geometry
 from engine.errors import StateError
+from engine.memory import window_bytes
 from stream.trace import Digest
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class World(Protocol):
     def finish(self) -> Iterator[FrameChunk]:
         """End the rollout: yield the frames that wait for a chunk which will not come."""
 
+    @property
+    def state_bytes(self) -> int:
+        """About what `state` holds."""
+
     def state(self) -> WorldState:
         """Return where the rollout is, between two chunks."""
 
@@ -102,6 +107,8 @@ class ModelWorld:
         anchor_BCTHW: Tensor,
         picture_HWC: Tensor | None = None,
     ) -> None:
+        from stream.decode_lane import DecodeLane
+
         self.geometry = engine.model_config.geometry
         self.has_frames = decoder is not None
         self.lookahead_latents = 0 if decoder is None else decoder.lookahead_latents
@@ -112,9 +119,11 @@ class ModelWorld:
         self.note = engine.dtype_choice.reason
         self.is_finite = True
         self.timings: StepTimings | None = None
-        """Of the last step, decoding not included; complete after its last frame."""
+        """Of the last step, complete after its last frame. Its clock has marks of the decoder as
+        well, see `DecodeLane.start`."""
         self._engine = engine
         self._decoder: StreamingDecoder | None = decoder
+        self._lane = DecodeLane(engine.device)
         self._anchor_BCTHW = anchor_BCTHW
         self._picture_HWC = picture_HWC
         self._rollout: Rollout | None = None
@@ -125,6 +134,7 @@ class ModelWorld:
         """Start a rollout and an empty decoder state."""
         self._digest = digest
         # Before the next ones are there, which take over their memory.
+        self._lane.join()
         self._rollout = self._decoder_state = None
         self._rollout = self._engine.new_rollout(
             prompt, anchor_BCTHW=self._anchor_BCTHW, picture_HWC=self._picture_HWC, seed=seed
@@ -150,14 +160,16 @@ class ModelWorld:
         """
         rollout, is_cuda = self._begun(), self.device.startswith("cuda")
         chunk = self._engine.denoise(rollout, action)
+        self.timings, latents_BCTHW = chunk.timings, chunk.latents_BCTHW
+        frames: Iterator[FrameChunk] = iter(())
+        if self._decoder is not None and self._decoder_state is not None:
+            clock = chunk.timings.clock
+            frames = self._lane.start(self._decoder, self._decoder_state, latents_BCTHW, clock)
         if is_cuda:
             self._engine.commit(rollout, beside=True)
-        self.timings, latents_BCTHW = chunk.timings, chunk.latents_BCTHW
         self.is_finite = bool(latents_BCTHW.isfinite().all())
         self._digest.update(latents_BCTHW)
-        if self._decoder is not None and self._decoder_state is not None:
-            for index in range(LATENTS_PER_CHUNK):
-                yield from self._decoder.push(self._decoder_state, latents_BCTHW[:, :, index])
+        yield from frames
         if not is_cuda:
             self._engine.commit(rollout)
         self._engine.settle(rollout)
@@ -165,7 +177,7 @@ class ModelWorld:
     def finish(self) -> Iterator[FrameChunk]:
         """End the stream of frames, not that of latents."""
         if self._decoder is not None and self._decoder_state is not None:
-            yield from self._decoder.flush(self._decoder_state)
+            yield from self._lane.flush(self._decoder, self._decoder_state)
 
     def swap_decoder(self, decoder: StreamingDecoder) -> tuple[FrameChunk, ...]:
         """Let another decoder go on from the next chunk; it knows nothing of those before.
@@ -178,16 +190,24 @@ class ModelWorld:
         rollout = self._begun()
         if self._decoder is None or self._decoder_state is None:
             raise StateError("swap_decoder: the world has latents only; expected one with frames")
-        owed = self._decoder.flush(self._decoder_state)
+        owed = self._lane.flush(self._decoder, self._decoder_state)
+        self._lane.join()
         self._decoder, self.lookahead_latents = decoder, decoder.lookahead_latents
         self._decoder_state = decoder.new_state(LATENTS_PER_CHUNK * rollout.chunk_index)
         return owed
+
+    @property
+    def state_bytes(self) -> int:
+        """Window and state of the decoder."""
+        decoder = 0 if self._decoder is None else self._decoder.state_bytes()
+        return window_bytes(self._engine.model_config, self._engine.dtype.itemsize) + decoder
 
     def state(self) -> WorldState:
         """Return the cache, the camera, and the state of the decoder."""
         snapshot = self._engine.snapshot(self._begun())
         tensors = dict(snapshot.buffers)
         values = {"chunk_index": float(snapshot.chunk_index), **asdict(snapshot.camera)}
+        self._lane.join()
         if self._decoder_state is not None:
             decoded = self._decoder_state.snapshot()
             values[_LATENT_INDEX] = float(decoded.latent_index)
@@ -208,6 +228,7 @@ class ModelWorld:
         values, decoder_values = _parted(state.values)
         buffers, memories = _parted(state.tensors)
         chunk_index = int(values.pop("chunk_index"))
+        self._lane.join()
         if self._decoder_state is not None:
             latent_index = int(decoder_values.pop("latent_index"))
             decoded = DecoderSnapshot(

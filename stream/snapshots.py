@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 SNAPSHOT_CHUNKS = 16
 """So many chunks at most are made again; 11 s of play."""
+SNAPSHOT_LIMIT_BYTES = 2**30
+"""Of the state: the window of the large model has 24 to 61 GiB, which no disk takes in while
+somebody plays. The small world's state has 25 MiB."""
 SNAPSHOT_SUFFIX = ".snapshot"
 _LAST_FRAME = "last_frame"
 

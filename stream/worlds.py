@@ -114,7 +114,7 @@ def load_models(spec: WorldSpec) -> Models:
         folder = found.weights if spec.weights == "shipped" else Path(spec.weights)
         if folder is None:
             raise CheckpointError(f"weights: none ship with {spec.preset}; allowed: a folder")
-        engine = Engine.from_pretrained(folder, spec.engine)
+        engine = Engine.from_pretrained(folder, spec.engine, model_config=found.model)
         if engine.model_config.geometry != spec.geometry:
             made_for = engine.model_config.geometry
             raise CheckpointError(

@@ -5,7 +5,7 @@ Does not own: latents' origin (`engine`), queues, video encoding and sessions (`
 """
 
 from vae_stream.decoder import DecoderSnapshot, DecoderState, FrameChunk, StreamingDecoder
-from vae_stream.encoder import ImageEncoder
+from vae_stream.encoder import ImageEncoder, open_encoder
 from vae_stream.opening import open_decoder
 from vae_stream.taehv import TinyVae, TinyVaeConfig
 from vae_stream.tiny_decoder import TinyDecoder
@@ -20,4 +20,5 @@ __all__ = [
     "TinyVae",
     "TinyVaeConfig",
     "open_decoder",
+    "open_encoder",
 ]

@@ -1,6 +1,6 @@
 """First-image encoder: one picture to the latent that a rollout starts from.
 
-Owns: the check of the picture's size and the conversion to a normalised latent.
+Owns the check of the picture, and the choice of the encoder that a folder of weights is made for.
 Invariant: the latent equals the first latent of any clip that starts with this picture.
 Legend: B batch, C channels, T latent frames, H height, W width.
 """
@@ -8,37 +8,42 @@ Legend: B batch, C channels, T latent frames, H height, W width.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vae_stream.geometry import SPATIAL_RATIO
+from vae_stream.h3_encoder import is_h3_encoder, load_h3_encoder
 from vae_stream.pixels import from_uint8
+from vae_stream.taeh3 import is_taeh3, load_taeh3
 from vae_stream.taehv import TinyVae
+from vae_stream.weight_files import WeightFiles
+
+
+class PictureNetwork(Protocol):
+    """A network that makes a latent of a picture."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    def prepare_streaming(self) -> None:
+        """Lay the weights out as one picture is encoded fastest with."""
+        ...
+
+    def encode_picture(self, rgb_1CHW: Tensor) -> Tensor:
+        """Return the normalised fp32 latent `[1, C, 1, H, W]` of a picture in 0..1, fp32."""
+        ...
 
 
 class ImageEncoder:
     """Encodes a picture that already has the model's size."""
 
-    def __init__(self, vae: TinyVae) -> None:
-        self._vae = vae
-        vae.encoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> ImageEncoder:
-        """Read a folder with `config.json` and `model.safetensors`.
-
-        Raises:
-            ValueError: the folder's content does not fit.
-            FileNotFoundError: a file is missing.
-        """
-        return cls(TinyVae.from_pretrained(source, dtype=dtype, device=device))
+    def __init__(self, network: PictureNetwork) -> None:
+        self._network = network
+        network.prepare_streaming()
 
     @torch.no_grad()
     def encode_image(self, rgb_HWC: Tensor) -> Tensor:
@@ -56,6 +61,33 @@ class ImageEncoder:
                 f"rgb_HWC: shape {tuple(rgb_HWC.shape)}; allowed: [H, W, 3] with H and W multiples "
                 f"of {SPATIAL_RATIO}"
             )
-        device = self._vae.latents_mean.device
-        frames_TCHW = from_uint8(rgb_HWC.unsqueeze(0)).to(device)
-        return self._vae.encode(frames_TCHW.unsqueeze(0)).transpose(1, 2)
+        return self._network.encode_picture(
+            from_uint8(rgb_HWC.unsqueeze(0)).to(self._network.device)
+        )
+
+
+def open_encoder(
+    folder: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> ImageEncoder:
+    """Open the encoder whose weights lie in `folder`, which its tensors tell.
+
+    Args:
+        folder: with one or more safetensors files, in it or one folder below.
+        device: of the weights and the latent.
+        dtype: of a tiny network; the H3 encoder is fp32 as released.
+
+    Raises:
+        ValueError: the tensors belong to no known encoder or do not fit, or a file is damaged.
+        FileNotFoundError: there is no safetensors file.
+    """
+    files = WeightFiles(folder)
+    if is_h3_encoder(files.shapes):
+        return ImageEncoder(load_h3_encoder(files, device=device))
+    if is_taeh3(files.shapes):
+        return ImageEncoder(load_taeh3(files, dtype=dtype, device=device))
+    if "encoder.stem.weight" in files.shapes:
+        return ImageEncoder(TinyVae.from_pretrained(folder, dtype=dtype, device=device))
+    raise ValueError(
+        f"{folder}: tensors of no known encoder (such as {', '.join(sorted(files.shapes)[:3])}); "
+        "allowed: H3 video autoencoder, TAEH3, tiny VAE"
+    )

@@ -15,6 +15,7 @@ import torch
 from graphs.compile import CompileMode
 from vae_stream.causal_vit import CausalVitDecoder, Mode
 from vae_stream.decoder import StreamingDecoder
+from vae_stream.taeh3 import load_taeh3
 from vae_stream.tiny_decoder import TinyDecoder
 from vae_stream.vit_weights import load_vit
 from vae_stream.weight_files import WeightFiles
@@ -54,6 +55,11 @@ def _open_tiny(request: DecoderRequest) -> StreamingDecoder:
     )
 
 
+def _open_taeh3(request: DecoderRequest) -> StreamingDecoder:
+    network = load_taeh3(WeightFiles(request.folder), dtype=request.dtype, device=request.device)
+    return TinyDecoder(network, height_px=request.height_px, width_px=request.width_px)
+
+
 def _open_windowed(request: DecoderRequest) -> StreamingDecoder:
     is_cuda = request.device.type == "cuda"
     return WindowedDecoder(
@@ -83,6 +89,12 @@ _NETWORKS = (
         marks=("decoder.stem.weight", "decoder.pixels.weight"),
         modes=("single",),
         open=_open_tiny,
+    ),
+    _Network(
+        name="TAEH3",
+        marks=("decoder.22.weight", "decoder.3.conv.0.weight"),
+        modes=("single",),
+        open=_open_taeh3,
     ),
     _Network(
         name="windowed H3 ViT",

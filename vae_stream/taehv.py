@@ -20,7 +20,7 @@ Source: github.com/madebyollin/taehv
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -266,6 +266,7 @@ def _run_from_zero(blocks: nn.ModuleList, x_NCHW: Tensor, batch: int) -> Tensor:
 class TinyVae(nn.Module):
     """Encoder and decoder with the statistics of their latents."""
 
+    name = "tiny"
     latents_mean: Tensor
     latents_std: Tensor
 
@@ -325,6 +326,49 @@ class TinyVae(nn.Module):
         self.encoder.to(dtype)
         self.decoder.to(dtype)
         return self
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent."""
+        return self.config.latent_channels
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.decoder.stem.weight.device
+
+    def prepare_streaming(self) -> None:
+        """Lay the weights out as `step` and `encode_picture` are fastest with.
+
+        17 frames of 256x160 on 2 cores: 131 ms fp32, 63 ms bf16; contiguous: 134 and 70 ms.
+        """
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def empty_memories(self, height: int, width: int) -> dict[str, Tensor]:
+        """Return the decoder's memories before the first latent of `height` x `width`."""
+        memories = self.decoder.zero_state(1, height, width)
+        return {f"memory_{at:02}": memory for at, memory in enumerate(memories)}
+
+    def step(
+        self, latent_1CHW: Tensor, memories: Mapping[str, Tensor], *, last_frame_only: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Decode one normalised latent to 4 raw frames [T, 3, 16H, 16W], or the last of them.
+
+        Returns the frames and the memories after them; those given are left as they are.
+        """
+        latent_1CHW = self.denormalise(latent_1CHW).to(
+            self.decoder.stem.weight.dtype, memory_format=torch.channels_last
+        )
+        raw_BTCHW, after = self.decoder(
+            latent_1CHW.unsqueeze(1),
+            [memories[name] for name in sorted(memories)],
+            last_frame_only=last_frame_only,
+        )
+        return raw_BTCHW[0], {f"memory_{at:02}": memory for at, memory in enumerate(after)}
+
+    def encode_picture(self, rgb_1CHW: Tensor) -> Tensor:
+        """Return the normalised fp32 latent `[1, C, 1, H, W]` of one picture in 0..1."""
+        return self.encode(rgb_1CHW.unsqueeze(1)).transpose(1, 2)
 
     def normalise(self, latents_BTCHW: Tensor) -> Tensor:
         """Return (z - mean) / std in fp32."""

@@ -1,12 +1,14 @@
-"""Streaming decoder of the tiny causal VAE: pictures of a latent come with it.
+"""Streaming decoder of tiny causal networks: pictures of a latent come with it.
 
 Owns the order of calls into the network. Invariant: memories are never written in place, so a
-snapshot is cheap. Legend: B batch, T frames, C channels, H height, W width.
+snapshot is cheap. Legend: T frames, C channels, H height, W width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,27 +26,59 @@ from vae_stream.pixels import to_uint8
 from vae_stream.taehv import TinyVae
 
 
+class TinyNetwork(Protocol):
+    """A network that decodes latent by latent, with memories that it is given and gives back."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of a latent."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    def prepare_streaming(self) -> None:
+        """Lay the weights out as single steps are fastest with."""
+        ...
+
+    def empty_memories(self, height: int, width: int) -> dict[str, Tensor]:
+        """Return the memories before the first latent of `height` x `width`."""
+        ...
+
+    def step(
+        self, latent_1CHW: Tensor, memories: Mapping[str, Tensor], *, last_frame_only: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Decode a normalised latent to 4 raw frames [T, 3, 16H, 16W] in 0..1, or the last of them.
+
+        Returns the frames and the memories after them; those given are left as they are.
+        """
+        ...
+
+
 class TinyDecoder:
     """Decodes normalised latent frames of one picture size.
 
     Args:
-        vae: network on its device and in its dtype.
+        network: on its device and in its dtype.
         height_px: picture height, a multiple of 16.
         width_px: picture width, a multiple of 16.
     """
 
-    name = "tiny"
     lookahead_latents = 0
 
-    def __init__(self, vae: TinyVae, *, height_px: int = 160, width_px: int = 256) -> None:
-        self._latent_shape = latent_shape(vae.config.latent_channels, height_px, width_px)
+    def __init__(self, network: TinyNetwork, *, height_px: int = 160, width_px: int = 256) -> None:
+        self._latent_shape = latent_shape(network.latent_channels, height_px, width_px)
         self.height_px, self.width_px = height_px, width_px
-        self._vae = vae
-        parameter = vae.decoder.stem.weight
-        self._device, self._dtype = parameter.device, parameter.dtype
-        # 17 frames of 256x160 on 2 cores: 131 ms fp32, 63 ms bf16; contiguous: 134 and 70 ms.
-        self._memory_format = torch.channels_last
-        vae.decoder.to(memory_format=self._memory_format)  # type: ignore[call-overload]
+        self.name = network.name
+        self._network = network
+        network.prepare_streaming()
 
     @classmethod
     def from_pretrained(
@@ -67,27 +101,21 @@ class TinyDecoder:
 
     def new_state(self, first_latent: int = 0) -> DecoderState:
         """Return the state before latent `first_latent`: empty memories."""
-        memories = self._vae.decoder.zero_state(1, *self._latent_shape[2:])
-        return DecoderState(
-            first_latent, {_memory_name(index): each for index, each in enumerate(memories)}
-        )
+        return DecoderState(first_latent, self._network.empty_memories(*self._latent_shape[2:]))
 
     @torch.no_grad()
     def push(self, state: DecoderState, latent_BCHW: Tensor) -> tuple[FrameChunk, ...]:
         """Decode the next latent frame; see `StreamingDecoder`."""
         check_latent(state, latent_BCHW, self._latent_shape)
-        latent_BCHW = self._vae.denormalise(latent_BCHW.to(self._device)).to(
-            self._dtype, memory_format=self._memory_format
-        )
         index = state.latent_index
-        raw_BTCHW, memories = self._vae.decoder(
-            latent_BCHW.unsqueeze(1),
-            [state.tensors[_memory_name(each)] for each in range(len(state.tensors))],
+        raw_TCHW, memories = self._network.step(
+            latent_BCHW.to(self._network.device),
+            state.tensors,
             last_frame_only=index % BLOCK_LATENTS == 0,
         )
         state.latent_index = index + 1
-        state.tensors = {_memory_name(at): memory for at, memory in enumerate(memories)}
-        return (frame_chunk(to_uint8(raw_BTCHW[0]), index),)
+        state.tensors = memories
+        return (frame_chunk(to_uint8(raw_TCHW), index),)
 
     def flush(self, state: DecoderState) -> tuple[FrameChunk, ...]:
         """End the stream; nothing waits."""
@@ -97,12 +125,8 @@ class TinyDecoder:
 
     def state_bytes(self) -> int:
         """Memory of one state."""
-        shapes = self._vae.decoder.zero_state(0, *self._latent_shape[2:])
-        return sum(each.shape[1:].numel() * each.element_size() for each in shapes)
+        memories = self._network.empty_memories(*self._latent_shape[2:])
+        return sum(each.numel() * each.element_size() for each in memories.values())
 
     def close(self) -> None:
         """Nothing is kept beside the weights."""
-
-
-def _memory_name(index: int) -> str:
-    return f"memory_{index:02}"

@@ -162,9 +162,17 @@ class WindowedDecoder:
         state.values["is_flushed"] = 1
         return chunks
 
-    @torch.no_grad()
     def decode_clip(self, latents_BCTHW: Tensor) -> Tensor:
         """Return all pictures [F, H, W, 3], uint8, of a stream that is known as a whole.
+
+        Raises:
+            ValueError: another shape.
+        """
+        return self._pictures(self.clip_frames(latents_BCTHW))
+
+    @torch.no_grad()
+    def clip_frames(self, latents_BCTHW: Tensor) -> Tensor:
+        """Return the frames [1, 3, F, H, W] of a whole stream, fp32, ImageNet-normalised.
 
         All its windows' tiles form the batches together, which `tile_batch` limits.
 
@@ -179,7 +187,7 @@ class WindowedDecoder:
             )
         parts = block_parts(0, count)
         raw = self._decode(windows(parts), latents_BCTHW.to(self._device, torch.float32), count)
-        return self._pictures(_assemble(parts, raw, {}))
+        return _assemble(parts, raw, {})
 
     def state_bytes(self) -> int:
         """Memory of one state."""

@@ -296,12 +296,13 @@ class MiniMaxH3Transformer(nn.Module):
 
         Order: shift, scale, gate of attention, then of the feed-forward part.
         """
-        return self.block(layer).adaln_proj(temb_MC, 6)
+        vectors: Tensor = self.block(layer).adaln_proj(temb_MC, 6)
+        return vectors.to(self.dtype)
 
     def final_modulation(self, temb_MC: Tensor) -> Tensor:
         """Return the vectors of the output norm [..., 2, D]: shift, scale."""
         linear = self.norm_out.linear
-        return linear(temb_MC.to(linear.weight.dtype)).unflatten(-1, (2, -1))
+        return linear(temb_MC.to(linear.weight.dtype)).unflatten(-1, (2, -1)).to(self.dtype)
 
     def run_blocks(
         self,

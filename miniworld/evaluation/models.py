@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.checkpoint import load_model, read_config, verify_manifest
+from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
+from engine.checkpoint.reading import load_model
+from engine.checkpoint.source import open_source
 from engine.config import ModelConfig
 from engine.core import RolloutCore
 from engine.model.dit import MiniMaxH3Transformer
@@ -87,9 +89,10 @@ def load(
     vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if (folder / "config.json").is_file():
         config = read_config(folder)
-        weights_hash = verify_manifest(folder)
+        known_hash, found = verify_manifest(folder), open_source(folder, config)
+        weights_hash = known_hash or sampled_hash(found)
         text = WordEncoder.of(config)
-        model = load_model(folder, config, dtype=dtype, device=device, text_encoder=text)
+        model = load_model(found, dtype=dtype, device=device, text_encoder=text)
         label = str(folder)
     else:
         from miniworld.train import build_models, load_shards, mini_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import device
-from engine.checkpoint import save_model
+from engine.checkpoint.folder import save_model
 from engine.config import EngineConfig, preset
 from engine.device import choose_dtype, resolve_device
 from engine.engine import Engine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.cache_buffers import BufferShape, allocate
-from engine.checkpoint import empty_model
+from engine.checkpoint.reading import empty_model
 from engine.config import EngineConfig, Geometry, preset
 from engine.core import RolloutCore
 from engine.device import smaller_geometries, within_memory

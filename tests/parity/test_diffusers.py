@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.block_ops import PlainBlockOps
-from engine.checkpoint import to_diffusers, to_original
+from engine.checkpoint.layouts import to_diffusers, to_original
 from engine.config import Geometry, ModelConfig
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.rope import apply_rope, rope_tables

@@ -43,6 +43,7 @@ class PaintedWorld:
     dtype = "float32"
     note = ""
     is_finite = True
+    state_bytes = 0
 
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         self._digest, self._chunk, self._walked = digest, 0, 0.0

@@ -137,3 +137,17 @@ def test_snapshot_of_another_rollout_is_passed_over(tmp_path: Path) -> None:
     assert list(second.restore(trace, lambda: False, _snapshot())) == [True] * 4
     first.end()
     second.end()
+
+
+def test_a_world_that_is_too_large_keeps_none(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("stream.live_rollout.SNAPSHOT_LIMIT_BYTES", 1_000)
+    start = read_start(MODEL, image=None, scene="meadow-lake")
+    models = ModelCache()
+    path = tmp_path / "a.trace.jsonl"
+    world = models.world(MODEL, start)
+    rollout = LiveRollout(MODEL, world, start, prompt="", seed=0, trace_path=path)
+    list(rollout.step(FORWARD))
+    rollout.keep(at_once=True)
+    assert not snapshot_file(path).exists()
+    rollout.end()
+    models.close()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.checkpoint import save_model, write_manifest
+from engine.checkpoint.folder import save_model, write_manifest
 from engine.config import EngineConfig, preset
 from engine.errors import CheckpointError
 from engine.text import WordEncoder

@@ -16,6 +16,7 @@ from vae_stream import (
     TinyVae,
     TinyVaeConfig,
     open_decoder,
+    open_encoder,
 )
 from vae_stream.pixels import to_uint8
 
@@ -147,7 +148,7 @@ def test_a_folder_gives_decoder_and_encoder(vae: TinyVae, tmp_path: Path) -> Non
     vae.save_pretrained(tmp_path)
 
     decoder = open_decoder(tmp_path, device="cpu", dtype=torch.bfloat16, height_px=32, width_px=48)
-    encoder = ImageEncoder.from_pretrained(tmp_path)
+    encoder = open_encoder(tmp_path, device="cpu")
 
     latent = encoder.encode_image(torch.zeros(32, 48, 3, dtype=torch.uint8))
     (chunk,) = decoder.push(decoder.new_state(), latent[:, :, 0])

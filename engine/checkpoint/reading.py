@@ -1,0 +1,262 @@
+"""Weights from disk into a model, tensor by tensor, straight on its device.
+
+Owns `load_model`, the mapped files and the two pinned buffers through which they go to a GPU:
+while one buffer travels, the next one is filled from the page cache. Invariants: no tensor is ever
+whole in host memory on its way to a GPU; pages that were read are given back to the system at once;
+weights in eight bits stay so where the model wants them so.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint.shards import TensorRecord, read_shard
+from engine.checkpoint.source import TEXT_PREFIX, Piece, Source, dtype_of
+from engine.config import ModelConfig
+from engine.errors import CheckpointError
+from engine.model.adaln_curve import CurveShape, install_curve
+from engine.model.dit import MiniMaxH3Transformer
+from engine.quant import Fp8Linear
+from engine.types import LoadEvent
+
+BUFFER_BYTES = 64 * 2**20
+"""Of each of two; enough that starting a copy costs nothing beside the copy."""
+_EVENT_S = 0.25
+
+OnLoad = Callable[[LoadEvent], None]
+
+
+def load_model(
+    source: Source,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    text_encoder: nn.Module | None = None,
+    eight_bits: Path | None = None,
+    fp8_names: frozenset[str] = frozenset(),
+    on_progress: OnLoad | None = None,
+) -> MiniMaxH3Transformer:
+    """Build the transformer and fill it.
+
+    Args:
+        source: what `open_source` found.
+        dtype: of the blocks; the fp32 islands stay fp32.
+        device: where the weights go.
+        text_encoder: filled in place (fp32) from tensors named `text_encoder.*`.
+        eight_bits: a file of linears that were quantised before (`QuantCache`); what they replace
+            is not read.
+        fp8_names: weights of the source that shall stay in the eight bits that they lie in.
+        on_progress: called a few times a second.
+
+    Raises: CheckpointError.
+    """
+    cached = {} if eight_bits is None else read_shard(eight_bits).records
+    modules = {name.rpartition(".")[0]: record.shape for name, record in cached.items()
+               if name.endswith(".codes_NK")}  # fmt: skip
+    model = empty_model(
+        source.config, dtype=dtype, device=device, curve=source.curve,
+        fp8_modules=modules.keys() | {name.removesuffix(".weight") for name in fp8_names},
+    )  # fmt: skip
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if text_encoder is not None:
+        targets |= dict(text_encoder.named_parameters(prefix=TEXT_PREFIX.rstrip(".")))
+    pieces = [piece for piece in source.pieces if any(_wanted(piece, targets))]
+    if text_encoder is not None:
+        pieces += source.text_pieces
+    total = sum(piece.record.nbytes for piece in pieces)
+    total += sum(record.nbytes for record in cached.values())
+    progress = _Progress(total, on_progress)
+    missing = set(targets)
+    reader = _Reader(device, progress)
+    with torch.no_grad():
+        for name, record in cached.items():
+            targets[name].copy_(reader.read(record))
+            missing.discard(name)
+        for piece in pieces:
+            for name, value in _values(source, piece, reader, targets):
+                targets[name].copy_(value)
+                missing.discard(name)
+    reader.close()
+    progress.end()
+    if missing:
+        raise CheckpointError(
+            f"{source.path}: {len(missing)} tensors are missing, first {min(missing)}; expected "
+            f"{len(targets)} tensors"
+        )
+    return model.requires_grad_(False).eval()
+
+
+def empty_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    curve: CurveShape | None = None,
+    fp8_modules: frozenset[str] | set[str] = frozenset(),
+) -> MiniMaxH3Transformer:
+    """Transformer with unwritten weights, allocated once in its final dtypes.
+
+    Args:
+        config: the model.
+        dtype: of the blocks.
+        device: where it is.
+        curve: size of the table where modulation comes from a curve.
+        fp8_modules: linears in eight bits, by name.
+    """
+    with torch.device("meta"):
+        model = MiniMaxH3Transformer(config)
+    model.cast_blocks(dtype)
+    if curve is not None:
+        install_curve(model, curve)
+    for name in fp8_modules:
+        owner, _, attribute = name.rpartition(".")
+        rows, columns = model.get_parameter(f"{name}.weight").shape
+        codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+        scale = torch.empty(rows, dtype=torch.float32, device="meta")
+        setattr(model.get_submodule(owner), attribute, Fp8Linear(codes, scale))
+    model.to_empty(device=device)
+    return model
+
+
+def _names(target: str) -> tuple[str, str]:
+    """Names of a weight in eight bits: codes and factors."""
+    stem = target.removesuffix("weight")
+    return f"{stem}codes_NK", f"{stem}scale_N"
+
+
+def _wanted(piece: Piece, targets: Mapping[str, Tensor]) -> Iterator[bool]:
+    """Whether the model has each weight of a piece in the form in which the piece has it."""
+    is_fp8 = piece.record.dtype == "F8_E4M3"
+    for target in piece.targets:
+        yield target in targets or (is_fp8 and _names(target)[0] in targets)
+
+
+def _values(
+    source: Source, piece: Piece, reader: _Reader, targets: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the model that a piece fills."""
+    stored = reader.read(piece.record)
+    if piece.scale is None:
+        yield from _known(source.split(piece, stored), targets)
+        return
+    factor = reader.read(piece.scale).reshape(-1)
+    if any(target in targets for target in piece.targets):
+        wide = stored.float() * (factor[:, None] if factor.numel() > 1 else factor)
+        yield from _known(source.split(piece, wide), targets)
+    if any(_names(target)[0] in targets for target in piece.targets):
+        factor_N = factor.expand(stored.shape[0])
+        parts = zip(source.split(piece, stored), source.split(piece, factor_N), strict=True)
+        for (name, codes_NK), (_, scale_N) in parts:
+            codes_name, scale_name = _names(name)
+            yield codes_name, codes_NK
+            yield scale_name, scale_N
+
+
+def _known(
+    parts: list[tuple[str, Tensor]], targets: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, value in parts:
+        if name in targets:
+            yield name, value
+
+
+class _Progress:
+    """Counts bytes and tells about it now and then."""
+
+    def __init__(self, total_bytes: int, on_progress: OnLoad | None) -> None:
+        self._total_bytes, self._done_bytes = total_bytes, 0
+        self._on_progress = on_progress
+        self._begin_s = self._told_s = time.perf_counter()
+
+    def add(self, count: int) -> None:
+        self._done_bytes += count
+        if time.perf_counter() - self._told_s >= _EVENT_S:
+            self._tell()
+
+    def end(self) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        self._told_s = time.perf_counter()
+        if self._on_progress is not None:
+            self._on_progress(
+                LoadEvent(
+                    done_bytes=self._done_bytes,
+                    total_bytes=self._total_bytes,
+                    elapsed_s=self._told_s - self._begin_s,
+                )
+            )
+
+
+class _Reader:
+    """Tensors of files on a device; one file is mapped at a time."""
+
+    def __init__(self, device: torch.device, progress: _Progress) -> None:
+        self._device, self._progress = device, progress
+        self._path: Path | None = None
+        self._map: mmap.mmap | None = None
+        self._bytes: Tensor | None = None
+        self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
+        if device.type == "cuda":
+            self._buffers = [
+                (torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
+                for _ in range(2)
+            ]
+        self._turn = 0
+        self._lent: TensorRecord | None = None
+
+    def read(self, record: TensorRecord) -> Tensor:
+        """Return a tensor in the dtype of the file; on a CPU it is a view of the mapped file."""
+        if self._lent is not None and self._lent.path == self._path:
+            self._release(self._lent.start, self._lent.nbytes)
+        self._open(record.path)
+        assert self._bytes is not None
+        source = self._bytes[record.start : record.stop]
+        dtype = dtype_of(record)
+        if self._device.type != "cuda":
+            # A header of an odd length leaves tensors where their dtype cannot be read in place.
+            flat = source if record.start % dtype.itemsize == 0 else source.clone()
+            self._lent = record
+            self._progress.add(record.nbytes)
+        else:
+            flat = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
+            for begin in range(0, record.nbytes, BUFFER_BYTES):
+                part = source[begin : begin + BUFFER_BYTES]
+                buffer, is_free = self._buffers[self._turn]
+                self._turn = 1 - self._turn
+                is_free.synchronize()
+                staged = buffer[: part.numel()].copy_(part)
+                flat[begin : begin + part.numel()].copy_(staged, non_blocking=True)
+                is_free.record()
+                self._release(record.start + begin, part.numel())
+                self._progress.add(part.numel())
+        return flat.view(dtype).view(record.shape)
+
+    def close(self) -> None:
+        """Wait for what is under way, and let the file go."""
+        for _, is_free in self._buffers:
+            is_free.synchronize()
+        self._bytes = self._map = self._path = self._lent = None
+
+    def _open(self, path: Path) -> None:
+        if path == self._path:
+            return
+        with path.open("rb") as file:
+            # A private mapping counts as writable, which torch wants; nobody writes to it.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        if hasattr(mmap, "MADV_SEQUENTIAL"):
+            self._map.madvise(mmap.MADV_SEQUENTIAL)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._path = path
+
+    def _release(self, start: int, count: int) -> None:
+        """Give pages back: a mapped file would count as memory of this process otherwise."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            begin = start - start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, begin, start + count - begin)

@@ -1,0 +1,204 @@
+"""What an engine is built from: a model from disk or at random, its prompt encoder, its settings.
+
+Owns the order in which a start can fail: files and settings by what is written in them, then the
+device and its memory, and only then are weights read. Does not own the speed of the model
+(`engine.speed`) or its rollouts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
+from engine.checkpoint.reading import OnLoad, empty_model, load_model
+from engine.checkpoint.source import find_transformer, open_source
+from engine.config import (
+    PRESET_NAMES,
+    EngineConfig,
+    Geometry,
+    ModelConfig,
+    TextConfig,
+    preset,
+)
+from engine.device import (
+    DtypeChoice,
+    choose_dtype,
+    present_memory,
+    resolve_device,
+    smaller_geometries,
+    torch_dtype,
+)
+from engine.errors import CheckpointError
+from engine.memory import DtypeName, MemoryPlan, choose_plan
+from engine.model.dit import MiniMaxH3Transformer
+from engine.speed import resolve_speed
+from engine.text import PromptEncoder, WordEncoder
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ModelParts:
+    """A model that no rollout has used yet."""
+
+    model: MiniMaxH3Transformer
+    text_encoder: PromptEncoder
+    config: EngineConfig
+    """With every "auto" resolved."""
+    model_hash: str
+    dtype_choice: DtypeChoice
+
+
+def pretrained_parts(
+    source: str | Path,
+    config: EngineConfig,
+    *,
+    model_config: ModelConfig | None = None,
+    world_size: int = 1,
+    on_progress: OnLoad | None = None,
+) -> ModelParts:
+    """Load a preset that ships weights, a folder of weights, or one file of them.
+
+    Arguments and errors: see `Engine.from_pretrained`.
+    """
+    path = Path(source)
+    geometries: tuple[Geometry, ...] = ()
+    if str(source) in PRESET_NAMES:
+        found = preset(str(source))
+        if found.name == "tiny":
+            return random_parts(found.model, config, world_size=world_size)
+        if found.weights is None:
+            raise CheckpointError(
+                f"preset {found.name} ships no weights; pass a folder of weights, or build it "
+                "with random ones"
+            )
+        path, geometries = found.weights, found.geometries
+    if not path.exists():
+        raise CheckpointError(f"{path} is not a folder; expected one with weights")
+    model_config, path = _find(path, model_config)
+    known_hash = verify_manifest(path)
+    weights = open_source(path, model_config, qkv=config.qkv_layout)
+    has_words = isinstance(model_config.text, TextConfig)
+    if has_words and not weights.text_pieces:
+        raise CheckpointError(f"{path} has no text encoder; expected tensors text_encoder.*")
+    device = resolve_device(config.device)
+    config, choice = _resolve_memory(
+        model_config, config, device, geometries, world_size=world_size
+    )
+    text_encoder = WordEncoder.of(model_config)
+    model = load_model(
+        weights,
+        dtype=torch_dtype(choice.dtype),
+        device=device,
+        text_encoder=text_encoder if has_words else None,
+        on_progress=on_progress,
+    )
+    return ModelParts(
+        model=model,
+        text_encoder=text_encoder.to(device),
+        config=config,
+        model_hash=known_hash or sampled_hash(weights),
+        dtype_choice=choice,
+    )
+
+
+def _find(path: Path, model_config: ModelConfig | None) -> tuple[ModelConfig, Path]:
+    """Return the configuration and where the transformer lies.
+
+    The folder's own configuration counts first, then that beside the transformer.
+    """
+    if model_config is None:
+        return read_config(path), path
+    found = find_transformer(path, read_config(path, model_config))
+    return read_config(found, read_config(path, model_config)), found
+
+
+def random_parts(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    *,
+    seed: int = 0,
+    geometries: tuple[Geometry, ...] = (),
+    world_size: int = 1,
+) -> ModelParts:
+    """Build a model with random weights. Arguments and errors: see `Engine.from_random`."""
+    device = resolve_device(config.device)
+    sizes = (*geometries, *smaller_geometries(model_config.geometry))
+    config, choice = _resolve_memory(model_config, config, device, sizes, world_size=world_size)
+    model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        _randomize(name, parameter, generator)
+    text_encoder = WordEncoder.of(model_config).to(device)
+    text_encoder.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
+    label = f"random {seed} {model_config.to_json()}"
+    return ModelParts(
+        model=model.requires_grad_(False).eval(),
+        text_encoder=text_encoder,
+        config=config,
+        model_hash="random-" + hashlib.sha256(label.encode()).hexdigest(),
+        dtype_choice=choice,
+    )
+
+
+def _resolve_memory(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    geometries: tuple[Geometry, ...],
+    *,
+    world_size: int,
+) -> tuple[EngineConfig, DtypeChoice]:
+    """Choose dtype, precision and residency; even measuring a block may need too much memory."""
+    present = present_memory(device)
+
+    def plan(dtype: DtypeName) -> MemoryPlan:
+        return choose_plan(
+            model_config,
+            dataclasses.replace(config, dtype=dtype),
+            present,
+            geometries=geometries,
+            world_size=world_size,
+        )
+
+    if config.dtype != "auto":
+        choice = DtypeChoice(dtype=config.dtype)
+    else:
+        plan("bfloat16")
+        choice = choose_dtype(model_config, device)
+        _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
+    found = plan(choice.dtype)
+    _log.info(
+        "memory_planned peak_gib=%.1f playing_gib=%.1f present_gib=%.1f linear=%s free_adaln=%s",
+        found.peak_gib, found.playing_gib, present.device_gib, found.linear, found.free_adaln,
+    )  # fmt: skip
+    resolved = dataclasses.replace(
+        config,
+        device=str(device),
+        dtype=choice.dtype,
+        linear=found.linear,
+        free_adaln=found.free_adaln,
+    )
+    return resolve_speed(resolved, device), choice
+
+
+def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+    """Fill a parameter so that activations keep their size: norms near 1, linears 1/sqrt(width).
+
+    Drawn in fp32 whatever the dtype, so that models of two dtypes differ by rounding alone.
+    """
+    drawn = torch.zeros(parameter.shape, device=parameter.device)
+    if parameter.ndim == 1:
+        drawn.normal_(0.0, 0.05, generator=generator)
+        if "norm" in name and name.endswith("weight"):
+            drawn.add_(1.0)
+    else:
+        drawn.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+    parameter.data.copy_(drawn)

@@ -1,0 +1,116 @@
+"""Decoding beside the model: on a GPU in a stream of its own, whose pictures come to the host.
+
+    model     denoise, denoise, denoise, denoise | refresh, slide              | denoise of the next
+    decoder                                      | latent 0, 1, 2, 3, 4 |
+    host      latch, launch                      | waits for 0, 1, 2, 3, 4     | latch, launch
+
+Owns the order of launches and copies. Invariants: pictures come in order, and those of a latent as
+soon as they are there; nobody waits for the refresh, nor it for them; the decoder is at most one
+latent ahead of who takes the pictures, because its outputs hold for a few calls only. On a CPU a
+latent is decoded when its pictures are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.side_work import SideWork
+
+if TYPE_CHECKING:
+    from engine.types import SpanClock
+    from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
+
+_HIGH = -1
+"""Priority before the refresh, whose end nobody waits for while somebody waits for a picture."""
+
+
+class DecodeLane:
+    """The decoder's stream.
+
+    Args:
+        device: of the decoder.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._work = SideWork(device, priority=_HIGH)
+
+    def start(
+        self,
+        decoder: StreamingDecoder,
+        state: DecoderState,
+        latents_BCTHW: Tensor,
+        clock: SpanClock,
+    ) -> Iterator[FrameChunk]:
+        """Begin with the latents of a chunk; on CUDA the first one is launched before this returns.
+
+        Args:
+            decoder: whose calls go through this lane alone, or after `join`.
+            state: of the stream.
+            latents_BCTHW: of the chunk; what makes them may still run.
+            clock: gets the marks `decode` and, for each latent, `decoded_INDEX`.
+
+        Returns the pictures that are due, in host memory.
+        """
+
+        def push(index: int) -> Callable[[], tuple[FrameChunk, ...]]:
+            with self._work.beside(latents_BCTHW):
+                if index == 0:
+                    clock.mark("decode")
+                frames = self._to_host(decoder.push(state, latents_BCTHW[:, :, index]))
+                clock.mark(f"decoded_{index}")
+                return self._when_done(frames)
+
+        launched = deque([push(0)] if self._is_cuda else [])
+        return self._take(launched, push, latents_BCTHW.shape[2])
+
+    def flush(self, decoder: StreamingDecoder, state: DecoderState) -> tuple[FrameChunk, ...]:
+        """Return the pictures that wait for latents which will not come."""
+        with self._work.beside():
+            take = self._when_done(self._to_host(decoder.flush(state)))
+        return take()
+
+    def join(self) -> None:
+        """Let what is launched next, in the current stream, come after what is decoded."""
+        self._work.join()
+
+    def _take(
+        self,
+        launched: deque[Callable[[], tuple[FrameChunk, ...]]],
+        push: Callable[[int], Callable[[], tuple[FrameChunk, ...]]],
+        count: int,
+    ) -> Iterator[FrameChunk]:
+        ahead = len(launched)
+        for index in range(ahead, count + ahead):
+            if index < count:
+                launched.append(push(index))
+            yield from launched.popleft()()
+
+    def _to_host(self, chunks: tuple[FrameChunk, ...]) -> tuple[FrameChunk, ...]:
+        if not self._is_cuda:
+            return chunks
+        return tuple(replace(each, frames_THWC=_pinned(each.frames_THWC)) for each in chunks)
+
+    def _when_done(self, chunks: tuple[FrameChunk, ...]) -> Callable[[], tuple[FrameChunk, ...]]:
+        """Return what waits for the copies that were launched just now."""
+        if not self._is_cuda:
+            return lambda: chunks
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def take() -> tuple[FrameChunk, ...]:
+            done.synchronize()
+            return chunks
+
+        return take
+
+
+def _pinned(frames: Tensor) -> Tensor:
+    copy = torch.empty(frames.shape, dtype=frames.dtype, pin_memory=True)
+    return copy.copy_(frames, non_blocking=True)
