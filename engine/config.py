@@ -24,6 +24,7 @@ BackendName = Literal[
 CompileChoice = Literal["auto", "off", "blocks", "full"]
 KernelChoice = Literal["off", "eager", "fast"]
 QkvChoice = Literal["auto", "interleaved", "stacked"]
+PromptResidency = Literal["auto", "gpu", "cpu", "free"]
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
 """Schemes of `engine.quant` by name, or what fits."""
 VAE_SPATIAL_FACTOR = 16
@@ -261,6 +262,37 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptOptions:
+    """Where the prompt encoder of a model that reads a Qwen3-VL is, and what is kept of its work.
+
+    A model with words of its own has no use for any of it.
+    """
+
+    encoder: str | None = None
+    """Folder with text_encoder, tokenizer and processor. By default the one beside the weights;
+    where there is none, kept encodings alone are served."""
+    residency: PromptResidency = "auto"
+    """Where its weights stay: "gpu"; "cpu", which computes there, too; "free", which reads them for
+    each new prompt, layer by layer, and keeps none. "auto": where the engine is."""
+    cache: str = "~/.cache/worldstream/prompts"
+    """Folder of the encodings that are kept."""
+    cache_mib: int = 4096
+    """Bound on them; 0 keeps none. One of 1344x768 takes 12 to 16."""
+    refinement: bool = False
+    """Encode one canonical prompt about looks in place of every prompt. What a world shows then
+    comes from its picture alone, and no encoder is needed once its encoding is kept."""
+
+    def __post_init__(self) -> None:
+        allowed = typing.get_args(PromptResidency)
+        if self.residency not in allowed:
+            raise ConfigError(
+                f"prompt_residency is {self.residency!r}; allowed: {', '.join(map(repr, allowed))}"
+            )
+        if self.cache_mib < 0:
+            raise ConfigError(f"prompt_cache_mib is {self.cache_mib}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """What a run chooses. None of it changes the maths, only where and how fast it runs."""
 
@@ -297,6 +329,8 @@ class EngineConfig:
     """Keep the modulation of the fixed times instead of recomputing it. Exact."""
     packed_history: bool = True
     """Keep history keys and values ready for attention, packed once per refresh. Exact."""
+    prompts: PromptOptions = field(default_factory=PromptOptions)
+    """Of a model whose prompts go through an encoder with weights of its own."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):

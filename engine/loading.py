@@ -8,6 +8,7 @@ device and its memory, and only then are weights read. Does not own the speed of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from engine.config import (
     EngineConfig,
     Geometry,
     ModelConfig,
+    PromptOptions,
     TextConfig,
     preset,
 )
@@ -35,9 +37,17 @@ from engine.device import (
     smaller_geometries,
     torch_dtype,
 )
-from engine.errors import CheckpointError
-from engine.memory import DtypeName, MemoryPlan, choose_plan
+from engine.errors import CheckpointError, ConfigError
+from engine.memory import DtypeName, MemoryPart, MemoryPlan, choose_plan
 from engine.model.dit import MiniMaxH3Transformer
+from engine.prompts.cached import (
+    CachedPrompts,
+    find_files,
+    open_prompts,
+    prompt_parts,
+    residencies,
+)
+from engine.prompts.files import PromptFiles
 from engine.speed import resolve_speed
 from engine.text import PromptEncoder, WordEncoder
 
@@ -82,31 +92,78 @@ def pretrained_parts(
         path, geometries = found.weights, found.geometries
     if not path.exists():
         raise CheckpointError(f"{path} is not a folder; expected one with weights")
+    root = path if path.is_dir() else path.parent
     model_config, path = _find(path, model_config)
     known_hash = verify_manifest(path)
     weights = open_source(path, model_config, qkv=config.qkv_layout)
     has_words = isinstance(model_config.text, TextConfig)
     if has_words and not weights.text_pieces:
         raise CheckpointError(f"{path} has no text encoder; expected tensors text_encoder.*")
+    files = _prompt_files(model_config, config, beside=(root, root.parent))
     device = resolve_device(config.device)
     config, choice = _resolve_memory(
-        model_config, config, device, geometries, world_size=world_size
+        model_config, config, device, geometries, world_size=world_size, files=files
     )
-    text_encoder = WordEncoder.of(model_config)
+    words = WordEncoder.of(model_config) if has_words else None
+    prompts = _prompts(files, model_config, config, device, on_progress)
     model = load_model(
         weights,
         dtype=torch_dtype(choice.dtype),
         device=device,
-        text_encoder=text_encoder if has_words else None,
+        text_encoder=words,
         on_progress=on_progress,
     )
+    text_encoder: PromptEncoder
+    if words is not None:
+        text_encoder = words.to(device)
+    else:
+        assert prompts is not None
+        text_encoder = prompts
     return ModelParts(
         model=model,
-        text_encoder=text_encoder.to(device),
+        text_encoder=text_encoder,
         config=config,
-        model_hash=known_hash or sampled_hash(weights),
+        model_hash=_joint_hash(known_hash or sampled_hash(weights), text_encoder),
         dtype_choice=choice,
     )
+
+
+def _prompt_files(
+    model_config: ModelConfig, config: EngineConfig, *, beside: tuple[Path, ...]
+) -> PromptFiles | None:
+    """Files of the prompt encoder, of which a model with words of its own has none.
+
+    Raises: ConfigError where one is given that is not used, CheckpointError as `find_files`.
+    """
+    if not isinstance(model_config.text, TextConfig):
+        return find_files(model_config.text, model_config.text_dim, config.prompts, beside)
+    if config.prompts.encoder is not None:
+        raise ConfigError(
+            f"prompt_encoder is {config.prompts.encoder!r}; allowed: none, because this model has "
+            "words of its own"
+        )
+    return None
+
+
+def _prompts(
+    files: PromptFiles | None,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    device: torch.device,
+    on_progress: OnLoad | None = None,
+) -> CachedPrompts | None:
+    """Prompt encoder, or None for a model with words of its own."""
+    text = model_config.text
+    if isinstance(text, TextConfig):
+        return None
+    return open_prompts(files, text, config.prompts, device=device, on_progress=on_progress)
+
+
+def _joint_hash(model_hash: str, text_encoder: PromptEncoder) -> str:
+    """Hash of transformer and prompt encoder, which make a world together."""
+    if not isinstance(text_encoder, CachedPrompts):
+        return model_hash
+    return hashlib.sha256(f"{model_hash} {text_encoder.model_hash}".encode()).hexdigest()
 
 
 def _find(path: Path, model_config: ModelConfig | None) -> tuple[ModelConfig, Path]:
@@ -131,19 +188,28 @@ def random_parts(
     """Build a model with random weights. Arguments and errors: see `Engine.from_random`."""
     device = resolve_device(config.device)
     sizes = (*geometries, *smaller_geometries(model_config.geometry))
-    config, choice = _resolve_memory(model_config, config, device, sizes, world_size=world_size)
+    # A prompt encoder is never random: without one, words stand in for it.
+    files = None
+    if config.prompts.encoder is not None:
+        files = _prompt_files(model_config, config, beside=())
+    config, choice = _resolve_memory(
+        model_config, config, device, sizes, world_size=world_size, files=files
+    )
     model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         _randomize(name, parameter, generator)
-    text_encoder = WordEncoder.of(model_config).to(device)
-    text_encoder.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
+    words = WordEncoder.of(model_config).to(device)
+    words.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
+    prompts = None if files is None else _prompts(files, model_config, config, device)
+    text_encoder: PromptEncoder = words if prompts is None else prompts
     label = f"random {seed} {model_config.to_json()}"
+    model_hash = "random-" + hashlib.sha256(label.encode()).hexdigest()
     return ModelParts(
         model=model.requires_grad_(False).eval(),
         text_encoder=text_encoder,
         config=config,
-        model_hash="random-" + hashlib.sha256(label.encode()).hexdigest(),
+        model_hash=_joint_hash(model_hash, text_encoder),
         dtype_choice=choice,
     )
 
@@ -155,9 +221,15 @@ def _resolve_memory(
     geometries: tuple[Geometry, ...],
     *,
     world_size: int,
+    files: PromptFiles | None,
 ) -> tuple[EngineConfig, DtypeChoice]:
     """Choose dtype, precision and residency; even measuring a block may need too much memory."""
     present = present_memory(device)
+    places = residencies(config.prompts, device)
+
+    def beside(options: PromptOptions, size: Geometry) -> tuple[MemoryPart, ...]:
+        rows = dataclasses.replace(model_config, geometry=size).text_rows
+        return prompt_parts(files, options, device, rows=rows)
 
     def plan(dtype: DtypeName) -> MemoryPlan:
         return choose_plan(
@@ -166,6 +238,7 @@ def _resolve_memory(
             present,
             geometries=geometries,
             world_size=world_size,
+            beside=[functools.partial(beside, each) for each in places],
         )
 
     if config.dtype != "auto":
@@ -185,6 +258,7 @@ def _resolve_memory(
         dtype=choice.dtype,
         linear=found.linear,
         free_adaln=found.free_adaln,
+        prompts=places[found.beside_index],
     )
     return resolve_speed(resolved, device), choice
 

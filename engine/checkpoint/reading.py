@@ -1,9 +1,9 @@
 """Weights from disk into a model, tensor by tensor, straight on its device.
 
-Owns `load_model`, the mapped files and the two pinned buffers through which they go to a GPU:
-while one buffer travels, the next one is filled from the page cache. Invariants: no tensor is ever
-whole in host memory on its way to a GPU; pages that were read are given back to the system at once;
-weights in eight bits stay so where the model wants them so.
+Owns `load_model`, and for every model the mapped files and the two pinned buffers through which
+they go to a GPU: while one buffer travels, the next one is filled from the page cache. Invariants:
+no tensor is ever whole in host memory on its way to a GPU; pages that were read are given back to
+the system at once; weights in eight bits stay so where the model wants them so.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def load_model(
         pieces += source.text_pieces
     total = sum(piece.record.nbytes for piece in pieces)
     total += sum(record.nbytes for record in cached.values())
-    progress = _Progress(total, on_progress)
+    progress = LoadProgress(total, on_progress)
     missing = set(targets)
-    reader = _Reader(device, progress)
+    reader = TensorReader(device, progress)
     with torch.no_grad():
         for name, record in cached.items():
             targets[name].copy_(reader.read(record))
@@ -138,7 +138,7 @@ def _wanted(piece: Piece, targets: Mapping[str, Tensor]) -> Iterator[bool]:
 
 
 def _values(
-    source: Source, piece: Piece, reader: _Reader, targets: Mapping[str, Tensor]
+    source: Source, piece: Piece, reader: TensorReader, targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the model that a piece fills."""
     stored = reader.read(piece.record)
@@ -166,7 +166,7 @@ def _known(
             yield name, value
 
 
-class _Progress:
+class LoadProgress:
     """Counts bytes and tells about it now and then."""
 
     def __init__(self, total_bytes: int, on_progress: OnLoad | None) -> None:
@@ -175,11 +175,13 @@ class _Progress:
         self._begin_s = self._told_s = time.perf_counter()
 
     def add(self, count: int) -> None:
+        """Count bytes that were read."""
         self._done_bytes += count
         if time.perf_counter() - self._told_s >= _EVENT_S:
             self._tell()
 
     def end(self) -> None:
+        """Tell the last time."""
         self._tell()
 
     def _tell(self) -> None:
@@ -194,10 +196,10 @@ class _Progress:
             )
 
 
-class _Reader:
+class TensorReader:
     """Tensors of files on a device; one file is mapped at a time."""
 
-    def __init__(self, device: torch.device, progress: _Progress) -> None:
+    def __init__(self, device: torch.device, progress: LoadProgress) -> None:
         self._device, self._progress = device, progress
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
