@@ -96,6 +96,11 @@ class LiveRollout:
         """Index of the next chunk."""
         return self._session.chunk_index
 
+    @property
+    def newest_prompt(self) -> str:
+        """That of the next chunk."""
+        return self.prompt if self._next_prompt is None else self._next_prompt
+
     def switch_prompt(self, prompt: str) -> None:
         """Change the prompt from the next chunk on.
 

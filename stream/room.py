@@ -38,6 +38,7 @@ from stream.worker_messages import (
     Heartbeat,
     Loading,
     Pause,
+    Refused,
     Report,
     Reset,
     Resume,
@@ -330,6 +331,10 @@ class Room:
                     self.transports.media.note_chunk(made_ms, FRAMES_PER_CHUNK)
             case Applied():
                 self._applied(report)
+            case Refused():
+                self._unanswered.pop(report.id, None)
+                self.broadcast(server.Warn(code="REFUSED", msg="This prompt cannot be used."))
+                self.broadcast(server.World(world=self.session.world))
             case Loading():
                 self.broadcast(
                     server.Loading(
@@ -347,8 +352,7 @@ class Room:
 
     def _failed(self, report: Failed) -> None:
         log.error("session_failed", code=str(report.code), detail=report.detail)
-        code = _ERROR_OF_FAILURE[report.code]
-        session = self.session
+        code, session = _ERROR_OF_FAILURE[report.code], self.session
         if report.is_fatal or report.code is not FailureCode.WORKER_DIED:
             self.fail(code)
             return

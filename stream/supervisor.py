@@ -33,6 +33,7 @@ from stream.worker_messages import (
     Loading,
     Pause,
     Ready,
+    Refused,
     Report,
     Reset,
     Resume,
@@ -267,6 +268,8 @@ class WorkerHandle:
                 session.command = replace(session.command, first_frame_id=next_id)
             case Applied():
                 self._note_applied(report)
+            case Refused():
+                self._note_answered(report.id)
             case ChunkDone() if session is not None:
                 session.death_count = 0
                 if session.next_prompt is not None and report.chunk >= session.next_prompt[0]:
@@ -294,7 +297,10 @@ class WorkerHandle:
         for command in self._waiting:
             if isinstance(command, SetPrompt) and command.id == report.id and self._session:
                 self._session.next_prompt = (report.chunk, command)
-        self._waiting = [c for c in self._waiting if getattr(c, "id", None) != report.id]
+        self._note_answered(report.id)
+
+    def _note_answered(self, number: int) -> None:
+        self._waiting = [c for c in self._waiting if getattr(c, "id", None) != number]
 
     def _note_pause(self, command: Command) -> None:
         session = self._session

@@ -26,6 +26,7 @@ from stream.chunk_schedule import ChunkSchedule
 from stream.command_inbox import CommandInbox, merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing, RingCancelledError, RingHandle
 from stream.live_rollout import LiveRollout, OutputError, trace_file
+from stream.prompt_ahead import PromptAhead
 from stream.session import Session
 from stream.snapshots import read_snapshot, snapshot_file
 from stream.trace import read_trace
@@ -40,7 +41,9 @@ from stream.worker_messages import (
     FrameReady,
     Loading,
     Pause,
+    PromptReady,
     Ready,
+    Refused,
     Reset,
     Resume,
     SessionEnded,
@@ -128,6 +131,7 @@ class Worker:
         self._report = self._pulse.report
         self._is_done = threading.Event()
         self._live: _Live | None = None
+        self._prompts = PromptAhead(lambda: self._inbox.put(PromptReady()))
         self._schedule = ChunkSchedule(config.fps, config.jit_margin_ms / 1000.0)
 
     def stop(self) -> None:
@@ -146,6 +150,7 @@ class Worker:
             self._is_done.set()
             self._pulse.stop()
             self._end_session()
+            self._prompts.close()
             self._worlds.close()
 
     def _load(self) -> bool:
@@ -175,7 +180,8 @@ class Worker:
         from engine.types import Action
 
         spec = self._config.world
-        world = self._worlds.open(StartFrom(scene=self._config.warm_up_scene)).world
+        start = StartFrom(scene=self._config.warm_up_scene)
+        world = self._worlds.open(start).world
         if not world.has_frames:
             raise UnsupportedError(f"preset {spec.preset} has no decoder: it makes latents only")
         if world.lookahead_latents:
@@ -183,7 +189,8 @@ class Worker:
                 f"decoder: frames wait for {world.lookahead_latents} latents of the next chunk, "
                 "which nobody has steered yet; needed for play: a mode without lookahead"
             )
-        session = Session(world, prompt="", seed=0)
+        # As long as that of the first session, so that its passes are recorded already.
+        session = Session(world, prompt=self._worlds.prepare(start, None), seed=0)
         is_model = spec.source == "model"
         # On CUDA the steady window comes twice more: its passes are recorded, then its slide.
         more = 2 if world.device.startswith("cuda") else 1
@@ -273,18 +280,12 @@ class Worker:
             case _ if live is None:
                 return
             case Reset():
-                if command.start is not None:
-                    live.start, live.prompt = command.start, None
-                live.prompt = live.prompt if command.prompt is None else command.prompt
-                live.seed = live.seed if command.seed is None else command.seed
-                live.epoch += 1
-                self._begin_rollout(live, ids)
-            case SetPrompt():
+                self._reset(live, command, ids)
+            case SetPrompt() | PromptReady():
                 assert live.rollout is not None
-                live.rollout.switch_prompt(command.prompt)
-                live.prompt = command.prompt
-                chunk = live.rollout.chunk_index
-                self._report(Applied(id=command.id, epoch=live.epoch, chunk=chunk))
+                if isinstance(command, SetPrompt):
+                    self._prompts.add(live.rollout, command)
+                self._prompts.apply(live.rollout, live.epoch, self._report)
             case Pause():
                 live.is_paused = True
             case Resume():
@@ -310,6 +311,25 @@ class Worker:
             self._begin_rollout(self._live)
         else:
             self._restore(self._live, command)
+
+    def _reset(self, live: _Live, command: Reset, ids: tuple[int, ...]) -> None:
+        """Begin anew; with the prompt of before where the encoder refuses another one."""
+        assert live.rollout is not None
+        before = self._prompts.newest(live.rollout)
+        ids = (*(each.id for each in self._prompts.drop()), *ids)
+        prompt, start = command.prompt, command.start or live.start
+        prompt = before if prompt is None and command.start is None else prompt
+        self._worlds.open(start)
+        try:
+            with self._pulse.waiting():
+                prompt = self._worlds.prepare(start, prompt)
+        except ConfigError as error:
+            for number in ids:
+                self._report(Refused(id=number, detail=str(error)))
+            ids, start, prompt = (), live.start, live.rollout.prompt
+        live.start, live.prompt, live.epoch = start, prompt, live.epoch + 1
+        live.seed = live.seed if command.seed is None else command.seed
+        self._begin_rollout(live, ids)
 
     def _begin_rollout(self, live: _Live, ids: tuple[int, ...] = ()) -> None:
         """Answer the commands that ask for a new epoch, and show its first picture."""
@@ -343,13 +363,11 @@ class Worker:
         self._show(live, self._worlds.first_picture(live.start) if frame_HWC is None else frame_HWC)
 
     def _new_rollout(self, live: _Live) -> LiveRollout:
-        from stream.worlds import default_prompt
-
         if live.rollout is not None:
             live.rollout.end()
+        with self._pulse.waiting():
+            live.prompt = self._worlds.prepare(live.start, live.prompt)
         opened = self._worlds.open(live.start)
-        if live.prompt is None:
-            live.prompt = default_prompt(opened.start)
         live.rollout = LiveRollout(
             self._config.world,
             opened.world,
@@ -470,6 +488,7 @@ class Worker:
 
     def _end_session(self) -> None:
         live, self._live = self._live, None
+        self._prompts.drop()
         if live is None:
             return
         if live.rollout is not None:

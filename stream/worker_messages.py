@@ -75,7 +75,7 @@ class StartSession:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetPrompt:
-    """Change the prompt from the next chunk on."""
+    """Change the prompt as soon as it is encoded, from the next chunk on."""
 
     id: int
     prompt: str
@@ -115,11 +115,26 @@ class EndSession:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptReady:
+    """From the worker to itself: a prompt is encoded, or refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Shutdown:
     """End the process."""
 
 
-Command = StartSession | SetPrompt | Reset | Pause | Resume | StepOnce | EndSession | Shutdown
+Command = (
+    StartSession
+    | SetPrompt
+    | PromptReady
+    | Reset
+    | Pause
+    | Resume
+    | StepOnce
+    | EndSession
+    | Shutdown
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +221,14 @@ class Applied:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A command with an id changes nothing; `detail` is for the log, not for visitors."""
+
+    id: int
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
     """Something went wrong; `detail` is for the log, not for visitors."""
 
@@ -243,6 +266,7 @@ Report = (
     | FrameReady
     | ChunkDone
     | Applied
+    | Refused
     | Failed
     | SessionEnded
     | Heartbeat

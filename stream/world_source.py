@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from stream.jobs import check_prompt
 from stream.worker_messages import StartFrom
 from stream.world_spec import Start, WorldSpec, read_start
 
@@ -77,6 +78,18 @@ class Worlds:
             world = self._source.open(start)
             self._open = OpenWorld(start_from=start_from, start=start, world=world)
         return self._open
+
+    def prepare(self, start_from: StartFrom, prompt: str | None) -> str:
+        """Open a world and encode its prompt, by default the scene's own; return the prompt.
+
+        Raises: ConfigError for a prompt that is not taken.
+        """
+        from stream.worlds import default_prompt
+
+        opened = self.open(start_from)
+        prompt = check_prompt(default_prompt(opened.start) if prompt is None else prompt)
+        opened.world.prepare_prompt(prompt)
+        return prompt
 
     def first_picture(self, start_from: StartFrom) -> NDArray[np.uint8]:
         """Return the picture that a world begins with, uint8 RGB [H, W, 3]."""

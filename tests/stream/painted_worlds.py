@@ -2,19 +2,21 @@
 
 A scripted failure is named in the prompt, so that it crosses the border of the worker process:
 "nan 5" has latents without numbers in chunk 5, "black 5" black frames, "frozen 5" equal frames,
-"raise 5" raises, "hang 5" never returns, "slow 0.2" takes that many seconds a chunk.
+"raise 5" raises, "hang 5" never returns, "slow 0.2" takes that many seconds a chunk. A prompt that
+begins with "late" is encoded when `PaintedWorld.may_encode` is set, one with "refused" never.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 
 import torch
 
 from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.types import Action
 from stream.session import WorldState
 from stream.trace import Digest
@@ -44,16 +46,20 @@ class PaintedWorld:
     note = ""
     is_finite = True
     state_bytes = 0
+    may_encode = threading.Event()
 
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         self._digest, self._chunk, self._walked = digest, 0, 0.0
         self.set_prompt(prompt)
 
     def is_prompt_at_hand(self, prompt: str) -> bool:
-        return True
+        return not prompt.startswith(("late", "refused"))
 
     def prepare_prompt(self, prompt: str) -> None:
-        pass
+        if prompt.startswith("late"):
+            assert self.may_encode.wait(20.0)
+        if prompt.startswith("refused"):
+            raise ConfigError("prompt: 900 tokens; allowed: at most 512")
 
     def set_prompt(self, prompt: str) -> None:
         kind, _, when = prompt.partition(" ")

@@ -34,6 +34,7 @@ from stream.worker_messages import (
     Loading,
     Pause,
     Ready,
+    Refused,
     Report,
     Reset,
     Resume,
@@ -49,7 +50,7 @@ from stream.worker_messages import (
 from stream.world_source import LoadedWorlds, OpenSource
 from stream.world_spec import WorldSpec
 from tests.allocator import AllocatorLimit
-from tests.stream.painted_worlds import SPEC, NoWorlds, PaintedWorlds
+from tests.stream.painted_worlds import SPEC, NoWorlds, PaintedWorld, PaintedWorlds
 
 pytestmark = pytest.mark.cpu
 
@@ -261,6 +262,48 @@ def test_a_prompt_counts_from_the_next_chunk(api: Api, tmp_path: Path) -> None:
     api.wait(ChunkDone)
     chunks = read_trace(tmp_path / "s-e3.trace.jsonl").chunks
     assert [chunk.prompt for chunk in chunks] == [None, "snow"]
+
+
+def test_chunks_are_made_while_a_prompt_is_encoded(api: Api) -> None:
+    PaintedWorld.may_encode.clear()
+    api.start("lake")
+    api.send(SetPrompt(id=1, prompt="late"), SetPrompt(id=2, prompt="snow"))
+    for _ in range(3):
+        api.wait(ChunkDone)
+    assert not any(isinstance(each, Applied) for each in api.reports)
+    PaintedWorld.may_encode.set()
+    first, second = api.wait(Applied), api.wait(Applied)
+    assert (first.id, second.id) == (1, 2)
+    assert first.chunk <= second.chunk
+
+
+def test_a_prompt_that_the_encoder_refuses_changes_nothing(api: Api, tmp_path: Path) -> None:
+    api.start("lake", is_paused=True)
+    api.send(SetPrompt(id=1, prompt="refused"))
+    refused = api.wait(Refused)
+    assert (refused.id, refused.detail) == (1, "prompt: 900 tokens; allowed: at most 512")
+    api.send(StepOnce(id=2))
+    api.wait(ChunkDone)
+    assert read_trace(tmp_path / "s-e3.trace.jsonl").chunks[0].prompt is None
+
+
+def test_a_reset_takes_prompts_along_that_are_on_their_way(api: Api) -> None:
+    PaintedWorld.may_encode.clear()
+    api.start("lake", is_paused=True)
+    api.send(SetPrompt(id=1, prompt="late"), SetPrompt(id=2, prompt="snow"), Reset(id=3))
+    started = api.wait(SessionStarted)
+    assert (started.epoch, started.prompt) == (4, "snow")
+    applied = [api.wait(Applied) for _ in range(3)]
+    assert [(each.id, each.chunk) for each in applied] == [(1, 0), (2, 0), (3, 0)]
+    PaintedWorld.may_encode.set()
+
+
+def test_a_reset_to_a_refused_prompt_begins_anew_with_the_old_one(api: Api) -> None:
+    api.start("lake", is_paused=True)
+    api.send(Reset(id=1, prompt="refused"))
+    assert api.wait(Refused).id == 1
+    started = api.wait(SessionStarted)
+    assert (started.epoch, started.prompt) == (4, "lake")
 
 
 @pytest.mark.parametrize(
