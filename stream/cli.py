@@ -39,6 +39,7 @@ from stream.jobs import (
 )
 from stream.replay import plan_replay, replay
 from stream.trace import read_trace, trace_path
+from stream.world_spec import prompt_options
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_ENVIRONMENT, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -80,6 +81,12 @@ class Replay:
     """Animated GIF to write (with --out)."""
     image: File = None
     """Where the first picture is now, if it moved."""
+    prompt_encoder: File = None
+    """Folder of the Qwen3-VL of a trace of h3_33b, where its prompts are not kept encoded."""
+    prompt_cache: File = None
+    """Folder of encoded prompts; by default ~/.cache/worldstream/prompts."""
+    refinement_prompt: bool = False
+    """The trace was made with it."""
     verbose: bool = False
     """Log to stderr: as text in a terminal, else as JSON lines."""
     force: bool = False
@@ -99,6 +106,11 @@ class Replay:
             image=self.image,
             outputs=outputs,
             force=self.force,
+            prompts=prompt_options(
+                encoder=self.prompt_encoder,
+                cache=self.prompt_cache,
+                refinement=self.refinement_prompt,
+            ),
         )
         if trace.is_torn or trace.end is None:
             _say("note: the trace broke off; replaying the chunks that it holds")
@@ -286,6 +298,16 @@ class Serve:
     """shipped, random, or a folder."""
     scene: Text = None
     """What a session begins with."""
+    prompt_encoder: File = None
+    """Folder of the Qwen3-VL that h3_33b reads; by default the one beside the weights."""
+    prompt_residency: Text = None
+    """Where its weights stay: auto, gpu, cpu, or free, which reads them for each new prompt."""
+    prompt_cache: File = None
+    """Folder of encoded prompts; by default ~/.cache/worldstream/prompts."""
+    prompt_cache_mib: Number = None
+    """Bound on it; 0 keeps none."""
+    refinement_prompt: bool = False
+    """Encode one canonical prompt about looks in place of every prompt."""
     device: Text = None
     """auto, cpu, cuda or cuda:N."""
     dtype: Text = None
@@ -325,7 +347,8 @@ class Serve:
 
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["print_config"], given["verbose"]
-        given["renderer"] = self.renderer or None
+        for flag in ("renderer", "refinement_prompt"):
+            given[flag] = given[flag] or None
         settings = load_settings(**given)
         if self.print_config:
             print(settings.printable())

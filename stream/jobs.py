@@ -20,7 +20,7 @@ import tyro
 from engine.errors import ConfigError
 from stream.record import GIF_LIMIT_S
 from stream.script import FRAMES_PER_CHUNK, FRAMES_PER_SECOND, KeyScript, load_script
-from stream.world_spec import Start, WorldSpec, read_start, world_spec
+from stream.world_spec import Start, WorldSpec, prompt_options, read_start, world_spec
 
 PROMPT_LIMIT = 1_000
 SEED_LIMIT = 2**64 - 1
@@ -74,6 +74,15 @@ class JobOptions:
     """Folder for numbered PNG files."""
     gif: File = None
     """Animated GIF to write."""
+    prompt_encoder: File = None
+    """Folder of the Qwen3-VL that h3_33b reads; by default the one beside the weights, or what is
+    kept of its work."""
+    prompt_residency: str = "auto"
+    """Where its weights stay: gpu, cpu, or free, which reads them for each new prompt."""
+    prompt_cache: File = None
+    """Folder of encoded prompts; by default ~/.cache/worldstream/prompts."""
+    refinement_prompt: bool = False
+    """Encode one canonical prompt about looks in place of every prompt (h3_33b)."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
@@ -129,6 +138,12 @@ def plan(options: JobOptions) -> Job:
         renderer=options.renderer,
         device=options.device,
         dtype=options.dtype,
+        prompts=prompt_options(
+            encoder=options.prompt_encoder,
+            residency=options.prompt_residency,
+            cache=options.prompt_cache,
+            refinement=options.refinement_prompt,
+        ),
     )
     start = read_start(world, image=options.image, scene=options.scene)
     outputs = plan_outputs(options.out, png=options.png, gif=options.gif, force=options.force)

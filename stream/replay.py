@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.config import PromptOptions
 from engine.errors import ConfigError
 from stream.generate import ChunkInput, Made, open_recorder, roll_out
 from stream.jobs import Outputs, check_prompt
@@ -42,7 +43,13 @@ class Replayed:
 
 
 def plan_replay(
-    trace: Trace, folder: Path, *, image: str | None, outputs: Outputs | None, force: bool
+    trace: Trace,
+    folder: Path,
+    *,
+    image: str | None,
+    outputs: Outputs | None,
+    force: bool,
+    prompts: PromptOptions | None = None,
 ) -> ReplayPlan:
     """Check a trace and its first picture before torch or weights are loaded.
 
@@ -52,6 +59,7 @@ def plan_replay(
         image: where the image is now, if it moved.
         outputs: where frames go; None makes latents only.
         force: replay although the image or the model is another one.
+        prompts: where the prompt encoder is now.
 
     Raises:
         ConfigError: names what does not fit.
@@ -67,6 +75,7 @@ def plan_replay(
         renderer=header.source == "renderer",
         device=header.device,
         dtype=header.dtype,
+        prompts=prompts,
     )
     path = image
     if image is None and header.image is not None:

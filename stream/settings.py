@@ -34,6 +34,16 @@ class ServerSettings(BaseSettings):
     renderer: bool = False
     """True frames of the ray-caster in place of the model's."""
     weights: str = "shipped"
+    prompt_encoder: str | None = None
+    """Folder of the Qwen3-VL that h3_33b reads; by default the one beside the weights."""
+    prompt_residency: Literal["auto", "gpu", "cpu", "free"] = "auto"
+    """Where its weights stay; free reads them for each new prompt."""
+    prompt_cache: str | None = None
+    """Folder of encoded prompts; by default ~/.cache/worldstream/prompts."""
+    prompt_cache_mib: Annotated[int, Field(ge=0)] | None = None
+    """Bound on it; 0 keeps none."""
+    refinement_prompt: bool = False
+    """Encode one canonical prompt about looks in place of every prompt."""
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads: Annotated[int, Field(ge=1, le=256)] | None = None

@@ -18,7 +18,7 @@ from stream.settings import ServerSettings
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.worker_messages import WorkerConfig
 from stream.world_source import OpenSource
-from stream.world_spec import WorldSpec, world_spec
+from stream.world_spec import WorldSpec, prompt_options, world_spec
 
 FPS = 24.0
 
@@ -156,4 +156,11 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
         renderer=settings.renderer,
         device=settings.device,
         dtype=settings.dtype,
+        prompts=prompt_options(
+            encoder=settings.prompt_encoder,
+            residency=settings.prompt_residency,
+            cache=settings.prompt_cache,
+            cache_mib=settings.prompt_cache_mib,
+            refinement=settings.refinement_prompt,
+        ),
     )

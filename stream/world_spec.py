@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import PRESET_NAMES, EngineConfig, Geometry, preset
+from engine.config import PRESET_NAMES, EngineConfig, Geometry, PromptOptions, preset
 from engine.errors import ConfigError
 from stream.images import SeedImage, load_seed_image
 
@@ -43,6 +43,7 @@ def world_spec(
     renderer: bool,
     device: str,
     dtype: str,
+    prompts: PromptOptions | None = None,
 ) -> WorldSpec:
     """Resolve a preset at one of its sizes."""
     if preset_name not in PRESET_NAMES:
@@ -69,7 +70,38 @@ def world_spec(
         preset=preset_name,
         geometry=geometry,
         weights=weights,
-        engine=EngineConfig(device=device, dtype=dtype),  # type: ignore[arg-type]  # checked above
+        engine=EngineConfig(
+            device=device,
+            dtype=dtype,  # type: ignore[arg-type]  # checked above
+            prompts=prompts or PromptOptions(),
+        ),
+    )
+
+
+def prompt_options(
+    *,
+    encoder: str | None,
+    residency: str = "auto",
+    cache: str | None = None,
+    cache_mib: int | None = None,
+    refinement: bool = False,
+) -> PromptOptions:
+    """Options of the prompt encoder; what is None stays as it is by default.
+
+    Raises:
+        ConfigError: names the option, its value and what is allowed.
+    """
+    if encoder is not None and not Path(encoder).is_dir():
+        raise ConfigError(
+            f"prompt_encoder: {encoder!r} is no folder; allowed: one with text_encoder, tokenizer "
+            "and processor"
+        )
+    given = {"cache": cache, "cache_mib": cache_mib}
+    return PromptOptions(
+        encoder=encoder,
+        residency=residency,  # type: ignore[arg-type]  # checked there
+        refinement=refinement,
+        **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
 
 

@@ -53,12 +53,17 @@ class CachedPrompts:
         store: EncodingStore | None,
         refines: bool = False,
     ) -> None:
-        self.model_hash = model_hash
+        self._model_hash = model_hash
         self._encoder = encoder
         self._store = store
         self._refines = refines
         self._newest: OrderedDict[str, PromptEncoding] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def model_hash(self) -> str:
+        """Of all that makes rows of a prompt and a picture."""
+        return f"{self._model_hash} refinement" if self._refines else self._model_hash
 
     def encode(self, prompt: str, picture_HWC: Tensor | None = None) -> PromptEncoding:
         """Return the rows of a prompt and a picture, on the CPU.
@@ -92,7 +97,7 @@ class CachedPrompts:
         if picture_HWC is None:
             raise ConfigError("picture is None; the prompt encoder looks at it: pass its pixels")
         prompt = REFINEMENT_PROMPT if self._refines else prompt
-        return prompt, picture_HWC, encoding_key(self.model_hash, prompt, picture_HWC)
+        return prompt, picture_HWC, encoding_key(self._model_hash, prompt, picture_HWC)
 
     def _compute(self, prompt: str, picture_HWC: Tensor) -> PromptEncoding:
         if self._encoder is None:

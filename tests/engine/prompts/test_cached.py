@@ -183,6 +183,9 @@ def test_one_canonical_prompt_may_stand_for_all(tmp_path: Path) -> None:
     assert first is second
     assert encoder.asked == [REFINEMENT_PROMPT]
     assert prompts.is_at_hand("anything", PICTURE)
+    # Its worlds are others, its encodings are not.
+    assert prompts.model_hash != _prompts(tmp_path, None).model_hash
+    assert _same(_prompts(tmp_path, None).encode(REFINEMENT_PROMPT, PICTURE), first)
 
 
 def test_a_picture_is_needed(tmp_path: Path) -> None:
