@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from engine.errors import ConfigError
+from engine.errors import WorldStreamError
 from stream.live_rollout import LiveRollout
 from stream.worker_messages import Applied, Refused, Report, SetPrompt
 
@@ -48,14 +48,15 @@ class PromptAhead:
     def apply(self, rollout: LiveRollout, epoch: int, report: Callable[[Report], None]) -> None:
         """Apply what is encoded, from the next chunk on, and answer for it.
 
-        Raises: whatever a prompt could not be encoded for, but that it is refused.
+        What cannot be encoded is refused: too long, not kept where there is no encoder, no memory.
+        The world does not know of it.
         """
         while self._waiting and self._waiting[0][1].done():
             command, future = self._waiting.popleft()
             try:
                 future.result()
                 rollout.switch_prompt(command.prompt)
-            except ConfigError as error:
+            except WorldStreamError as error:
                 _log.warning("prompt_refused detail=%s", error)
                 report(Refused(id=command.id, detail=str(error)))
             else:

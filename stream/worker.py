@@ -323,7 +323,7 @@ class Worker:
         try:
             with self._pulse.waiting():
                 prompt = self._worlds.prepare(start, prompt)
-        except ConfigError as error:
+        except WorldStreamError as error:
             for number in ids:
                 self._report(Refused(id=number, detail=str(error)))
             ids, start, prompt = (), live.start, live.rollout.prompt

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from engine.checkpoint.reading import LoadProgress, OnLoad, TensorReader
 from engine.checkpoint.shards import DTYPES
 from engine.config import PromptResidency
+from engine.device import within_memory
 from engine.errors import CheckpointError, StateError, UnsupportedError
 from engine.prompts.files import PromptFiles
 from engine.prompts.presentation import Presentation, Presenter
@@ -84,7 +85,8 @@ class Qwen3VlEncoder:
     def encode(self, prompt: str, picture_HWC: Tensor) -> PromptEncoding:
         """Return the rows of a prompt on the CPU, in the dtype of the weights.
 
-        Raises: ConfigError for a prompt that is too long or holds a token of pictures.
+        Raises: ConfigError for a prompt that is too long or holds a token of pictures,
+            OutOfMemoryError, StateError after `close`.
         """
         shown = self._presenter.present(prompt, picture_HWC)
         begin_s = time.perf_counter()
@@ -93,7 +95,9 @@ class Qwen3VlEncoder:
             if self._is_closed:
                 raise StateError("the prompt encoder is closed; expected calls before close()")
             with self._weights():
-                rows_BRE = self._run(shown).cpu()
+                rows_BRE = within_memory(
+                    self.device, "the prompt encoder", lambda: self._run(shown).cpu()
+                )
         _log.info(
             "prompt_encoded rows=%d s=%.2f residency=%s device=%s",
             rows_BRE.shape[1], time.perf_counter() - begin_s, self.residency, self.device,

@@ -1,0 +1,83 @@
+"""Worlds whose prompts go through a Qwen3-VL, by the commands and the settings that people use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from engine.checkpoint.folder import save_model, write_manifest
+from engine.config import PromptOptions, Qwen3VlTextConfig
+from engine.errors import ConfigError
+from stream.cli import main
+from stream.settings import load_settings
+from stream.workers import spec_of
+from stream.world_spec import prompt_options
+from tests.engine.prompts.tiny_qwen import READ, write_qwen
+from tests.tiny import tiny_config, tiny_model
+from vae_stream.taehv import TinyVae, TinyVaeConfig
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights of the size of the tiny preset, with an encoder beside them."""
+    config = tiny_config(text=Qwen3VlTextConfig(layer=READ, caption_rows=40))
+    path = tmp_path / "weights"
+    save_model(path, tiny_model(config), config)
+    TinyVae(TinyVaeConfig()).save_pretrained(path / "vae")
+    write_manifest(path)
+    write_qwen(path)
+    return path
+
+
+def test_a_video_is_made_and_replayed_from_kept_encodings(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, out, cache = tmp_path / "a.png", tmp_path / "a.mp4", tmp_path / "cache"
+    Image.new("RGB", (96, 64), (90, 120, 60)).save(image)
+    options = ["--preset", "tiny", "--weights", str(folder), "--prompt-cache", str(cache)]
+    script = tmp_path / "walk.jsonl"
+    script.write_text('{"frame": 0, "keys": ["w"]}\n{"frame": 17, "prompt": "snow at night"}\n')
+    walk = ["--image", str(image), "--actions", str(script), "--chunks", "2"]
+    run = ["generate", *options, *walk, "--prompt", "a meadow", "--out", str(out)]
+    assert main([*run, "--dtype", "float32"]) == 0, capsys.readouterr().err
+    assert out.is_file()
+    assert len(list(cache.rglob("*.safetensors"))) == 2
+    again = ["replay", str(tmp_path / "a.trace.jsonl"), "--prompt-cache", str(cache)]
+    elsewhere = tmp_path / "elsewhere"
+    (folder / "text_encoder").rename(elsewhere)
+    assert main(again) == 0, capsys.readouterr().err
+    assert main([*again, "--refinement-prompt"]) == 2
+    assert "model: the weights here have hash" in capsys.readouterr().err
+    assert main([*again[:2], "--prompt-cache", str(tmp_path / "none")]) == 3
+    assert "prompt encoder: none is beside the weights" in capsys.readouterr().err
+
+
+def test_too_long_a_prompt_is_refused_with_the_limit(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = tmp_path / "a.png"
+    Image.new("RGB", (96, 64)).save(image)
+    walk = ["--image", str(image), "--actions", "w*17", "--out", str(tmp_path / "a.mp4")]
+    options = ["--preset", "tiny", "--weights", str(folder), "--prompt-cache", str(tmp_path)]
+    assert main(["generate", *options, *walk, "--prompt", "x" * 41]) == 2
+    assert "prompt: 41 tokens; allowed: at most 40" in capsys.readouterr().err
+
+
+def test_settings_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLDSTREAM_PROMPT_ENCODER", str(tmp_path))
+    monkeypatch.setenv("WORLDSTREAM_PROMPT_RESIDENCY", "free")
+    settings = load_settings(prompt_cache="kept", prompt_cache_mib="9", refinement_prompt=True)
+    assert spec_of(settings).engine.prompts == PromptOptions(
+        encoder=str(tmp_path), residency="free", cache="kept", cache_mib=9, refinement=True
+    )
+
+
+def test_wrong_options_name_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prompt_encoder: '.*nowhere' is no folder; allowed"):
+        prompt_options(encoder=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="prompt_residency is 'disk'; allowed: 'auto', 'gpu'"):
+        prompt_options(encoder=None, residency="disk")
