@@ -16,12 +16,14 @@ frames, H height, W width, R rows (tokens), D model width, N heads, K head width
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from graphs.compile import CompileMode, compile_module
 from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
 
 _COLOURS = 3
@@ -132,6 +134,17 @@ class Block(nn.Module):
         k_BRNK = F.rms_norm(k_BRNK.float(), width, eps=self._eps)
         return q_BRNK, k_BRNK, v_BRNK
 
+    def forward(self, x_BRD: Tensor, cos_R1A: Tensor, sin_R1A: Tensor) -> Tensor:
+        """Run the block with every row seeing every other."""
+        q_BRNK, k_BRNK, v_BRNK = self.qkv(x_BRD)
+        q_BRNK, k_BRNK = (
+            rotate(each, cos_R1A, sin_R1A).to(v_BRNK.dtype) for each in (q_BRNK, k_BRNK)
+        )
+        attended_BNRK = F.scaled_dot_product_attention(
+            q_BRNK.transpose(1, 2), k_BRNK.transpose(1, 2), v_BRNK.transpose(1, 2)
+        )
+        return self.finish(x_BRD, attended_BNRK.transpose(1, 2).flatten(2))
+
     def finish(self, x_BRD: Tensor, attention_BRD: Tensor) -> Tensor:
         """Add what attention and feed-forward made to the fp32 rows."""
         x_BRD = x_BRD + self.attn.to_out(attention_BRD) * self.scale1
@@ -189,32 +202,52 @@ class Vit(nn.Module):
         frames = frames.permute(0, 4, 1, 5, 2, 6, 3, 7)
         return frames.flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
-    def forward(self, latents_BCTHW: Tensor) -> Tensor:
+    def begin(self, latents_BCTHW: Tensor) -> Tensor:
+        """Return the rows of a window: its tokens and the suffix."""
+        tokens_BRD = self.embed(latents_BCTHW)
+        return torch.cat([tokens_BRD, self.suffix(tokens_BRD.shape[0])], dim=1)
+
+    def forward(self, latents_BCTHW: Tensor, steps: WindowSteps | None = None) -> Tensor:
         """Decode a window of normalised latents, every token seeing every other.
+
+        Args:
+            latents_BCTHW: of one or more tiles.
+            steps: compiled forms of what it consists of.
 
         Raises:
             ValueError: a window of one latent, which the network never saw and decodes badly.
         """
-        batch, _, latents, height, width = latents_BCTHW.shape
+        latents, height, width = latents_BCTHW.shape[2:]
         if latents < 2:
             raise ValueError(
                 f"latents_BCTHW: {latents} latents in the window; allowed: 2 or more (repeat the "
                 "last one)"
             )
-        x_BRD = torch.cat([self.embed(latents_BCTHW), self.suffix(batch)], dim=1)
+        steps = steps or WindowSteps()
+        x_BRD = steps.begin(self, latents_BCTHW)
         cos_R1A, sin_R1A = window_rotary(self.config, latents, height, width, x_BRD.device)
         for block in self.blocks:
             assert isinstance(block, Block)
-            q_BRNK, k_BRNK, v_BRNK = block.qkv(x_BRD)
-            q_BRNK, k_BRNK = (
-                rotate(each, cos_R1A, sin_R1A).to(v_BRNK.dtype) for each in (q_BRNK, k_BRNK)
-            )
-            attended_BNRK = F.scaled_dot_product_attention(
-                q_BRNK.transpose(1, 2), k_BRNK.transpose(1, 2), v_BRNK.transpose(1, 2)
-            )
-            x_BRD = block.finish(x_BRD, attended_BNRK.transpose(1, 2).flatten(2))
-        tokens = latents * height * width
-        return self.head(x_BRD[:, :tokens], latents, height, width)
+            x_BRD = steps.block(block, x_BRD, cos_R1A, sin_R1A)
+        return steps.head(self, x_BRD[:, : latents * height * width], latents, height, width)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowSteps:
+    """What a window consists of, to be compiled apart: all blocks share one compiled form."""
+
+    begin: Callable[[Vit, Tensor], Tensor] = Vit.begin
+    block: Callable[[Block, Tensor, Tensor, Tensor], Tensor] = Block.forward
+    head: Callable[[Vit, Tensor, int, int, int], Tensor] = Vit.head
+
+    @classmethod
+    def compiled(cls, mode: CompileMode) -> WindowSteps:
+        """Return the steps compiled for fixed shapes without graph breaks, or as they are."""
+        return cls(
+            begin=compile_module(Vit.begin, mode),
+            block=compile_module(Block.forward, mode),
+            head=compile_module(Vit.head, mode),
+        )
 
 
 def rotate(x_BRNK: Tensor, cos_R1A: Tensor, sin_R1A: Tensor) -> Tensor:

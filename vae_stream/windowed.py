@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphs.compile import CompileMode, compile_module
+from graphs.compile import CompileMode
 from vae_stream.decoder import (
     DecoderState,
     FrameChunk,
@@ -41,7 +41,7 @@ from vae_stream.geometry import (
 from vae_stream.pixels import from_imagenet, to_uint8
 from vae_stream.tile_batches import TileBatches
 from vae_stream.tiling import Tiling, cross_fade, plan_tiles
-from vae_stream.vit import Vit
+from vae_stream.vit import Vit, WindowSteps
 from vae_stream.windows import (
     FADE_FRAMES,
     WINDOW_LATENTS,
@@ -94,8 +94,9 @@ class WindowedDecoder:
         self._device = vit.register_tokens.device
         self._plan_px = plan_tiles(height_px, width_px, tiling or Tiling())
         self._plan = self._plan_px.scaled(SPATIAL_RATIO)
+        steps = WindowSteps.compiled(compile_mode)
         self._batches = TileBatches(
-            compile_module(vit.forward, compile_mode), limit=tile_batch, group=group
+            lambda tiles_BCTHW: vit(tiles_BCTHW, steps), limit=tile_batch, group=group
         )
 
     def new_state(self, first_latent: int = 0) -> DecoderState:
