@@ -382,6 +382,8 @@ class Preset:
     weights: Path | None
     """Folder of the weights that ship with the project; None where none do."""
     geometries: tuple[Geometry, ...]
+    codec: Literal["tiny", "h3"] = "tiny"
+    """What makes pictures of latents, where it is to be random as the model is."""
 
 
 def preset(name: str, geometry: Geometry | None = None) -> Preset:
@@ -410,7 +412,7 @@ def preset(name: str, geometry: Geometry | None = None) -> Preset:
         )  # fmt: skip
         model = ModelConfig(camera=camera, text=Qwen3VlTextConfig())
         sizes = (model.geometry, Geometry(height_px=480, width_px=832))
-        found = Preset(name=name, model=model, weights=None, geometries=sizes)
+        found = Preset(name=name, model=model, weights=None, geometries=sizes, codec="h3")
     elif name == "tiny":
         model = ModelConfig(
             num_attention_heads=2, attention_head_dim=128, hidden_size=96, num_layers=3,

@@ -156,6 +156,11 @@ def choose_dtype(model: ModelConfig, device: torch.device) -> DtypeChoice:
     return DtypeChoice(dtype=faster, float32_ms=times["float32"], bfloat16_ms=times["bfloat16"])
 
 
+def likely_dtype(device: torch.device) -> DtypeName:
+    """Dtype that `choose_dtype` is likely to find, without measuring anything."""
+    return "bfloat16" if device.type == "cuda" or _has_bfloat16_products() else "float32"
+
+
 _DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -54,17 +54,23 @@ class DecodeLane:
             decoder: whose calls go through this lane alone, or after `join`.
             state: of the stream.
             latents_BCTHW: of the chunk; what makes them may still run.
-            clock: gets the marks `decode` and, for each latent, `decoded_INDEX`.
+            clock: gets the marks `decode`; `first_frames`, when the first ones are in host
+                memory; and, for each latent that is taken, `decoded_INDEX`.
 
         Returns the pictures that are due, in host memory.
         """
+        has_frames = False
 
         def push(index: int) -> Callable[[], tuple[FrameChunk, ...]]:
+            nonlocal has_frames
             with self._work.beside(latents_BCTHW):
                 if index == 0:
                     clock.mark("decode")
                 frames = self._to_host(decoder.push(state, latents_BCTHW[:, :, index]))
                 clock.mark(f"decoded_{index}")
+                if frames and not has_frames:
+                    clock.mark("first_frames")
+                    has_frames = True
                 return self._when_done(frames)
 
         launched = deque([push(0)] if self._is_cuda else [])

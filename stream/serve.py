@@ -46,7 +46,7 @@ class LiveServer(uvicorn.Server):
         self._live = live
         self._told = ""
         self._begin_s = time.monotonic()
-        self._is_up = False
+        self._is_up = self._is_plan_told = False
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: tell the progress of loading."""
@@ -67,6 +67,9 @@ class LiveServer(uvicorn.Server):
 
     def _tell(self) -> None:
         loading = self._live.workers.loading
+        if not self._is_plan_told and self._live.workers.plan_text:
+            self._is_plan_told = True
+            _say(self._live.workers.plan_text)
         if self._live.is_ready:
             self._is_up = True
             _say(f"ready after {time.monotonic() - self._begin_s:.1f} s")

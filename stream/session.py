@@ -112,6 +112,7 @@ class ModelWorld:
         self.geometry = engine.model_config.geometry
         self.has_frames = decoder is not None
         self.lookahead_latents = 0 if decoder is None else decoder.lookahead_latents
+        self.decoder_name = "none" if decoder is None else decoder.name
         self.digest_of = "latents"
         self.model_hash = engine.model_hash
         self.device = str(engine.device)
@@ -193,6 +194,7 @@ class ModelWorld:
         owed = self._lane.flush(self._decoder, self._decoder_state)
         self._lane.join()
         self._decoder, self.lookahead_latents = decoder, decoder.lookahead_latents
+        self.decoder_name = decoder.name
         self._decoder_state = decoder.new_state(LATENTS_PER_CHUNK * rollout.chunk_index)
         return owed
 

@@ -32,6 +32,7 @@ from stream.worker_messages import (
     Heartbeat,
     Loading,
     Pause,
+    Planned,
     Ready,
     Refused,
     Report,
@@ -101,6 +102,8 @@ class WorkerHandle:
         size = config.world.geometry
         self.ring = FrameRing.create(width_px=size.width_px, height_px=size.height_px)
         self.loading: Loading | None = None
+        self.plan_text = ""
+        """Memory plan of the worker, as a table."""
         """Newest progress, also of a session that is being restored."""
         self.info: Ready | None = None
         """Set while the worker is ready."""
@@ -249,6 +252,8 @@ class WorkerHandle:
         match report:
             case Loading():
                 self.loading = report
+            case Planned():
+                self.plan_text = report.text
             case Ready():
                 self.info, self.loading = report, None
                 self._loading_death_count = 0

@@ -26,6 +26,7 @@ from stream.chunk_schedule import ChunkSchedule
 from stream.command_inbox import CommandInbox, merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing, RingCancelledError, RingHandle
 from stream.live_rollout import LiveRollout, OutputError, trace_file
+from stream.load_news import WorkerNews
 from stream.prompt_ahead import PromptAhead
 from stream.session import Session
 from stream.snapshots import read_snapshot, snapshot_file
@@ -126,7 +127,8 @@ class Worker:
         self._mailbox = mailbox
         self._ring = ring
         self._inbox = CommandInbox(connection, ring)
-        self._worlds = Worlds(config.world, open_source)
+        self._news = WorkerNews(lambda report: self._report(report))
+        self._worlds = Worlds(config.world, open_source, self._news)
         self._pulse = Pulse(connection, self._worlds.device_bytes)
         self._report = self._pulse.report
         self._is_done = threading.Event()
@@ -166,13 +168,7 @@ class Worker:
 
     def _warm_up(self) -> None:
         """Load, and fill a window once, so that the first visitor waits for neither."""
-        begin_s = time.monotonic()
-
-        def progress(stage: str, percent: float) -> None:
-            seconds = time.monotonic() - begin_s
-            self._report(Loading(stage=stage, percent=percent, seconds=seconds))
-
-        progress("loading the model", 0.0)
+        self._news.tell("loading the model", 0.0)
         if self._config.thread_count is not None:
             import torch
 
@@ -199,7 +195,7 @@ class Worker:
             if self._inbox.has_shutdown:
                 self._is_done.set()
                 return
-            progress("warming up", 40.0 + 60.0 * done / count)
+            self._news.warming_up(done / count)
             chunk_begin_s, first_s = time.monotonic(), 0.0
             for _ in session.step(Action.still()):
                 first_s = first_s or time.monotonic() - chunk_begin_s

@@ -147,6 +147,14 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What will be loaded fits into memory; before anything is loaded."""
+
+    text: str
+    """The plan as a table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
     """Loaded and warmed up."""
 
@@ -260,6 +268,7 @@ class Heartbeat:
 
 Report = (
     Loading
+    | Planned
     | Ready
     | SessionStarted
     | ChunkStarted

@@ -98,6 +98,11 @@ class Workers:
         return Loading(stage=slowest.stage, percent=slowest.percent, seconds=slowest.seconds)
 
     @property
+    def plan_text(self) -> str:
+        """Memory plan of a worker as a table; empty before there is one."""
+        return next((seat.worker.plan_text for seat in self.seats if seat.worker.plan_text), "")
+
+    @property
     def free_seats(self) -> list[Seat]:
         """Seats that a session may take."""
         return [seat for seat in self.seats if seat.is_free]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from stream.jobs import check_prompt
+from stream.load_news import LoadNews
 from stream.worker_messages import StartFrom
 from stream.world_spec import Start, WorldSpec, read_start
 
@@ -30,17 +31,17 @@ class WorldSource(Protocol):
         """Free what is loaded."""
 
 
-OpenSource = Callable[[WorldSpec], WorldSource]
+OpenSource = Callable[[WorldSpec, LoadNews], WorldSource]
 
 
 class LoadedWorlds:
     """Worlds of one spec, from their weights."""
 
-    def __init__(self, spec: WorldSpec) -> None:
+    def __init__(self, spec: WorldSpec, news: LoadNews) -> None:
         from stream.worlds import ModelCache
 
         self._spec = spec
-        self._models = ModelCache()
+        self._models = ModelCache(news)
 
     def open(self, start: Start) -> World:
         """Open a world; the first call loads the weights."""
@@ -63,8 +64,9 @@ class OpenWorld:
 class Worlds:
     """Worlds of one worker, of which one is open."""
 
-    def __init__(self, spec: WorldSpec, open_source: OpenSource) -> None:
+    def __init__(self, spec: WorldSpec, open_source: OpenSource, news: LoadNews) -> None:
         self._spec = spec
+        self._news = news
         self._open_source = open_source
         self._source: WorldSource | None = None
         self._open: OpenWorld | None = None
@@ -73,7 +75,7 @@ class Worlds:
         """Open a world, or take the one that is open at this picture; the first call loads."""
         if self._open is None or self._open.start_from != start_from:
             if self._source is None:
-                self._source = self._open_source(self._spec)
+                self._source = self._open_source(self._spec, self._news)
             start = read_start(self._spec, image=start_from.image_path, scene=start_from.scene)
             world = self._source.open(start)
             self._open = OpenWorld(start_from=start_from, start=start, world=world)

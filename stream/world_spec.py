@@ -24,6 +24,13 @@ class WorldSpec:
     weights: str
     """"shipped", "random", or a folder."""
     engine: EngineConfig
+    decoder: str = "auto"
+    """Mode of the decoder, which also chooses among several; "auto": the best that is there."""
+
+    @property
+    def decoder_mode(self) -> str | None:
+        """The mode, None for the best."""
+        return None if self.decoder == "auto" else self.decoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

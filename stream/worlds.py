@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 
 from engine.config import preset
-from engine.errors import CheckpointError
+from engine.device import present_memory, resolve_device
+from engine.errors import CheckpointError, StateError
+from stream.load_news import LoadNews
+from stream.plan_world import plan_world
 from stream.renderer import RendererWorld, scene_prompt
 from stream.session import ModelWorld, World
+from stream.weight_folder import Role, WeightFolder, look_through
 from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
     from engine.engine import Engine
+    from engine.memory import MemoryPlan
     from vae_stream.decoder import StreamingDecoder
     from vae_stream.encoder import ImageEncoder
-    from vae_stream.taehv import TinyVae
-
-VAE_FOLDER = "vae"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,7 @@ class Models:
     engine: Engine
     encoder: ImageEncoder
     decoder: StreamingDecoder | None
+    plan: MemoryPlan
 
     def close(self) -> None:
         """Free the engine and what the decoder keeps."""
@@ -44,9 +46,14 @@ class Models:
 
 
 class ModelCache:
-    """Keeps the models of one spec."""
+    """Keeps the models of one spec.
 
-    def __init__(self) -> None:
+    Args:
+        news: hears of the loading.
+    """
+
+    def __init__(self, news: LoadNews | None = None) -> None:
+        self._news = news or LoadNews()
         self._spec: WorldSpec | None = None
         self._models: Models | None = None
 
@@ -72,7 +79,8 @@ class ModelCache:
             assert start.image is not None
             rgb_HWC = torch.from_numpy(start.image.rgb_HWC)
         models = self._load(spec)
-        anchor_BCTHW = models.encoder.encode_image(rgb_HWC).float()
+        with self._news.stage("first picture"):
+            anchor_BCTHW = models.encoder.encode_image(rgb_HWC).float()
         return ModelWorld(
             models.engine,
             models.decoder if with_frames else None,
@@ -80,11 +88,22 @@ class ModelCache:
             picture_HWC=rgb_HWC,
         )
 
+    @property
+    def plan(self) -> MemoryPlan:
+        """Memory plan of what is loaded.
+
+        Raises:
+            StateError: nothing is.
+        """
+        if self._models is None:
+            raise StateError("plan: nothing is loaded; expected world() first")
+        return self._models.plan
+
     def _load(self, spec: WorldSpec) -> Models:
         if self._models is not None and spec == self._spec:
             return self._models
         self.close()
-        self._models, self._spec = load_models(spec), spec
+        self._models, self._spec = load_models(spec, self._news), spec
         return self._models
 
     def close(self) -> None:
@@ -94,70 +113,100 @@ class ModelCache:
         self._models = self._spec = None
 
 
-def load_models(spec: WorldSpec) -> Models:
-    """Load engine, encoder and decoder.
+def load_models(spec: WorldSpec, news: LoadNews | None = None) -> Models:
+    """Load engine, picture encoder and decoder, once the memory plan fits.
 
-    With random weights the codec is random too. `h3_33b` has no decoder yet: it makes latents only.
+    With random weights the codec is random too, of the preset's kind. Without a decoder among the
+    weights there are latents only.
 
     Raises:
         CheckpointError: weights are missing, damaged or made for another picture size.
         DeviceError: the device or its memory does not suffice.
     """
     from engine.engine import Engine
-    from vae_stream.encoder import ImageEncoder
 
+    news = news or LoadNews()
     found = preset(spec.preset, spec.geometry)
-    if spec.weights == "random":
-        engine = Engine.from_random(found.model, spec.engine, geometries=found.geometries)
-        folder = None
-    else:
-        folder = found.weights if spec.weights == "shipped" else Path(spec.weights)
-        if folder is None:
+    folder = None
+    if spec.weights != "random":
+        path = found.weights if spec.weights == "shipped" else Path(spec.weights)
+        if path is None:
             raise CheckpointError(f"weights: none ship with {spec.preset}; allowed: a folder")
-        engine = Engine.from_pretrained(folder, spec.engine, model_config=found.model)
-        if engine.model_config.geometry != spec.geometry:
-            made_for = engine.model_config.geometry
-            raise CheckpointError(
-                f"weights: {folder} is made for {made_for.width_px}x{made_for.height_px}; "
-                f"asked for: {spec.geometry.width_px}x{spec.geometry.height_px}"
+        folder = look_through(path)
+    present = present_memory(resolve_device(spec.engine.device))
+    planned = plan_world(spec, folder, present)
+    if planned.model.geometry != spec.geometry:
+        made_for, asked = planned.model.geometry, spec.geometry
+        raise CheckpointError(
+            f"weights: {spec.weights} is made for {made_for.width_px}x{made_for.height_px}; "
+            f"asked for: {asked.width_px}x{asked.height_px}"
+        )
+    news.planned(planned.plan, present)
+    with news.stage("transformer"):
+        if folder is None:
+            engine = Engine.from_random(planned.model, planned.engine, geometries=found.geometries)
+        else:
+            engine = Engine.from_pretrained(
+                folder.need(Role.TRANSFORMER),
+                planned.engine,
+                model_config=planned.model,
+                on_progress=news.read,
             )
-    # The picture is encoded once, so it may as well be exact; frames follow the engine's dtype.
-    encoder = ImageEncoder(_vae(folder, torch.float32, engine.device))
-    decoder = None if spec.preset == "h3_33b" else _decoder(folder, spec, engine)
-    return Models(engine=engine, encoder=encoder, decoder=decoder)
+    try:
+        with news.stage("decoder"):
+            decoder = _decoder(folder, spec, engine)
+        with news.stage("picture encoder"):
+            encoder = _encoder(folder, spec, engine)
+    except BaseException:
+        engine.close()
+        raise
+    return Models(engine=engine, encoder=encoder, decoder=decoder, plan=planned.plan)
 
 
-def _decoder(folder: Path | None, spec: WorldSpec, engine: Engine) -> StreamingDecoder:
-    """Decoder of a folder of weights, or one of the random codec."""
+def _decoder(
+    folder: WeightFolder | None, spec: WorldSpec, engine: Engine
+) -> StreamingDecoder | None:
+    """Decoder of a folder of weights, a random one, or None where the folder has none.
+
+    Its products have the dtype of the engine.
+    """
     from vae_stream.opening import open_decoder
-    from vae_stream.tiny_decoder import TinyDecoder
+    from vae_stream.random_codec import random_decoder
 
-    size = spec.geometry
-    if folder is None:
-        vae = _vae(None, engine.dtype, engine.device)
-        return TinyDecoder(vae, height_px=size.height_px, width_px=size.width_px)
+    size, mode = spec.geometry, spec.decoder_mode
+    place = None if folder is None else folder.decoder(mode)
     try:
+        if folder is None:
+            return random_decoder(
+                preset(spec.preset).codec, device=engine.device, dtype=engine.dtype,
+                height_px=size.height_px, width_px=size.width_px, mode=mode,
+            )  # fmt: skip
+        if place is None:
+            return None
         return open_decoder(
-            folder / VAE_FOLDER, device=engine.device, dtype=engine.dtype,
-            height_px=size.height_px, width_px=size.width_px,
+            place, device=engine.device, dtype=engine.dtype, height_px=size.height_px,
+            width_px=size.width_px, mode=mode,
         )  # fmt: skip
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"weights: {folder / VAE_FOLDER}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"decoder: {error}") from error
 
 
-def _vae(folder: Path | None, dtype: torch.dtype, device: torch.device) -> TinyVae:
-    """Codec of a folder of weights, or a random one, the same each time."""
-    from vae_stream.taehv import TinyVae, TinyVaeConfig
+def _encoder(folder: WeightFolder | None, spec: WorldSpec, engine: Engine) -> ImageEncoder:
+    """Picture encoder of a folder of weights, or a random one; in fp32: a picture is encoded once.
+
+    Raises:
+        CheckpointError: the folder has none.
+    """
+    from vae_stream.encoder import open_encoder
+    from vae_stream.random_codec import random_encoder
 
     if folder is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            vae = TinyVae(TinyVaeConfig())
-        return vae.cast(dtype).to(device).eval().requires_grad_(False)
+        return random_encoder(preset(spec.preset).codec, device=engine.device)
+    place = folder.picture_encoder() or folder.need(Role.PICTURE_ENCODER)
     try:
-        return TinyVae.from_pretrained(folder / VAE_FOLDER, dtype=dtype, device=device)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"weights: {folder / VAE_FOLDER}: {error}") from error
+        return open_encoder(place, device=engine.device)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"picture encoder: {error}") from error
 
 
 def default_prompt(start: Start) -> str:

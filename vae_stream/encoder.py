@@ -7,6 +7,7 @@ Legend: B batch, C channels, T latent frames, H height, W width.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from vae_stream.pixels import from_uint8
 from vae_stream.taeh3 import is_taeh3, load_taeh3
 from vae_stream.taehv import TinyVae
 from vae_stream.weight_files import WeightFiles
+
+_TINY_MARK = "encoder.stem.weight"
 
 
 class PictureNetwork(Protocol):
@@ -66,6 +69,24 @@ class ImageEncoder:
         )
 
 
+def holds_encoder(names: Container[str]) -> bool:
+    """Tell whether one of the known encoders is among tensors."""
+    return is_h3_encoder(names) or is_taeh3(names) or _TINY_MARK in names
+
+
+def choose_encoder(places: Sequence[Path]) -> Path:
+    """Return where the encoder lies that is wanted most: the H3 one before tiny ones.
+
+    Raises:
+        ValueError: two are alike.
+    """
+    shapes = {place: WeightFiles(place).shapes for place in places}
+    found = [place for place, names in shapes.items() if is_h3_encoder(names)] or list(places)
+    if len(found) > 1:
+        raise ValueError(f"{found[0]} and {found[1]} both hold such an encoder; expected one")
+    return found[0]
+
+
 def open_encoder(
     folder: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32
 ) -> ImageEncoder:
@@ -85,7 +106,7 @@ def open_encoder(
         return ImageEncoder(load_h3_encoder(files, device=device))
     if is_taeh3(files.shapes):
         return ImageEncoder(load_taeh3(files, dtype=dtype, device=device))
-    if "encoder.stem.weight" in files.shapes:
+    if _TINY_MARK in files.shapes:
         return ImageEncoder(TinyVae.from_pretrained(folder, dtype=dtype, device=device))
     raise ValueError(
         f"{folder}: tensors of no known encoder (such as {', '.join(sorted(files.shapes)[:3])}); "

@@ -6,7 +6,7 @@ holds is known from the heads of its files, before any tensor is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def _open_windowed(request: DecoderRequest) -> StreamingDecoder:
         height_px=request.height_px,
         width_px=request.width_px,
         mode=request.mode,
-        tile_batch=_CUDA_TILE_BATCH if is_cuda else 1,
+        tile_batch=CUDA_TILE_BATCH if is_cuda else 1,
         compile_mode=CompileMode.BLOCKS if is_cuda else CompileMode.EAGER,
     )
 
@@ -81,7 +81,7 @@ def _open_causal(request: DecoderRequest) -> StreamingDecoder:
     )
 
 
-_CUDA_TILE_BATCH = 14
+CUDA_TILE_BATCH = 14
 """Divides the 28 tiles of a window at 1344x768 and the 56 of two."""
 _NETWORKS = (
     _Network(
@@ -89,6 +89,12 @@ _NETWORKS = (
         marks=("decoder.stem.weight", "decoder.pixels.weight"),
         modes=("single",),
         open=_open_tiny,
+    ),
+    _Network(
+        name="causal H3 ViT",
+        marks=("x_embedder.weight", "blocks."),
+        modes=tuple(Mode),
+        open=_open_causal,
     ),
     _Network(
         name="TAEH3",
@@ -108,12 +114,6 @@ _NETWORKS = (
         modes=MODES,
         open=_open_windowed,
     ),
-    _Network(
-        name="causal H3 ViT",
-        marks=("x_embedder.weight", "blocks."),
-        modes=tuple(Mode),
-        open=_open_causal,
-    ),
     # Distilled weights may come under the names of the original, too.
     _Network(
         name="causal H3 ViT under the names of the original",
@@ -122,6 +122,7 @@ _NETWORKS = (
         open=_open_causal,
     ),
 )
+"""Those that are wanted most come first."""
 
 
 def open_decoder(
@@ -166,6 +167,41 @@ def open_decoder(
             return network.open(request)
     modes = ", ".join(mode for network in found for mode in network.modes)
     raise ValueError(f"mode: {mode!r}; allowed for the {found[0].name} in {folder}: {modes}")
+
+
+def decoder_of(names: Iterable[str]) -> str | None:
+    """Return the network whose decoder these tensors are, None where they are of none."""
+    known = frozenset(names)
+    return next((each.name for each in _NETWORKS if _is_marked(known, each.marks)), None)
+
+
+def choose_decoder(places: Sequence[Path], mode: str | None = None) -> Path:
+    """Return where the decoder lies that is wanted most, of several that there are.
+
+    Args:
+        places: folders or files, each with a decoder.
+        mode: one that the decoder must have; None for any.
+
+    Raises:
+        ValueError: no decoder has the mode, or two are of the same network.
+    """
+    ranks: dict[Path, int] = {}
+    for place in places:
+        names = frozenset(WeightFiles(place).shapes)
+        for rank, network in enumerate(_NETWORKS):
+            if _is_marked(names, network.marks) and mode in (None, *network.modes):
+                ranks.setdefault(place, rank)
+    if not ranks:
+        modes = sorted({mode for network in _NETWORKS for mode in network.modes})
+        there = ", ".join(map(str, places))
+        raise ValueError(f"mode: {mode!r}; no decoder in {there} has it; known: {', '.join(modes)}")
+    best = min(ranks.values())
+    found = [place for place, rank in ranks.items() if rank == best]
+    if len(found) > 1:
+        raise ValueError(
+            f"{found[0]} and {found[1]} both hold a {_NETWORKS[best].name}; expected one"
+        )
+    return found[0]
 
 
 def _is_marked(names: frozenset[str], marks: tuple[str, ...]) -> bool:

@@ -25,6 +25,7 @@ from engine.config import preset
 from engine.types import Action
 from stream.app import create_app
 from stream.live import Live
+from stream.load_news import LoadNews
 from stream.serve import LiveServer, uvicorn_config
 from stream.settings import load_settings
 from stream.supervisor import WatchdogLimits
@@ -60,7 +61,7 @@ class WidePaintedWorld(PaintedWorld):
 class WidePaintedWorlds:
     """Source of the one world."""
 
-    def __init__(self, spec: WorldSpec) -> None:
+    def __init__(self, spec: WorldSpec, news: LoadNews) -> None:
         self._world = WidePaintedWorld()
 
     def open(self, start: Start) -> WidePaintedWorld:

@@ -18,6 +18,7 @@ import torch
 from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry
 from engine.errors import CheckpointError, ConfigError
 from engine.types import Action
+from stream.load_news import LoadNews
 from stream.session import WorldState
 from stream.trace import Digest
 from stream.world_spec import Start, WorldSpec
@@ -109,7 +110,7 @@ class PaintedWorld:
 class PaintedWorlds:
     """Source of the one world."""
 
-    def __init__(self, spec: WorldSpec) -> None:
+    def __init__(self, spec: WorldSpec, news: LoadNews) -> None:
         self._world = PaintedWorld()
 
     def open(self, start: Start) -> PaintedWorld:

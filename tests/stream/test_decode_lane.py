@@ -56,7 +56,7 @@ def test_pictures_are_those_of_the_decoder_alone(decoder: WatchedDecoder) -> Non
         assert torch.equal(frames, each.frames_THWC)
 
 
-@pytest.mark.parametrize("name", ["decode", "decoded_0", "decoded_4"])
+@pytest.mark.parametrize("name", ["decode", "first_frames", "decoded_4"])
 def test_the_clock_of_the_step_is_marked(decoder: WatchedDecoder, name: str) -> None:
     clock = HostClock()
     list(DecodeLane(CPU).start(decoder, decoder.new_state(), _latents(), clock))

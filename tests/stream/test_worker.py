@@ -19,6 +19,7 @@ from stream import live_rollout
 from stream.actions import ActionMailbox, ActionSnapshot, wall_ms
 from stream.command_inbox import merge_resets
 from stream.frames import NO_CHUNK, FrameMeta, FrameRing
+from stream.load_news import LoadNews
 from stream.trace import read_trace
 from stream.worker import Worker
 from stream.worker_messages import (
@@ -333,8 +334,8 @@ class CrampedWorlds(LoadedWorlds):
 
     limit = AllocatorLimit()
 
-    def __init__(self, spec: WorldSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: WorldSpec, news: LoadNews) -> None:
+        super().__init__(spec, news)
         self.limit.__enter__()
 
     def close(self) -> None:

@@ -70,10 +70,10 @@ def test_changed_file_is_refused_by_name(
     assert name in err
 
 
-def test_missing_decoder_is_refused_by_name(folder: Path) -> None:
+def test_missing_codec_is_refused_by_name(folder: Path) -> None:
     (folder / "vae" / "model.safetensors").unlink()
     (folder / "MANIFEST.json").unlink()
-    with pytest.raises(CheckpointError, match=r"vae.*No such file"):
+    with pytest.raises(CheckpointError, match=r"has no picture encoder; found: transformer"):
         load_models(_spec(folder))
 
 

@@ -1,0 +1,168 @@
+"""What lies in a folder of weights: which file or folder in it is which network, by content.
+
+    DIR/                     names are free, at most two folders deep; what is told apart:
+      transformer/           the diffusion transformer, in any layout that is read
+      decoder/               a streaming decoder, such as the causal one
+      vae/                   codec: encodes the first picture, decodes where there is nothing better
+      text_encoder/          Qwen3-VL with its tokenizer
+      adapter/               a LoRA
+
+Owns the marks by which names of tensors tell networks apart; decoders and picture encoders are the
+affair of `vae_stream`. Invariants: heads of files are read, never a tensor; the weights that ship
+with `mini` and released ones are looked through alike; two places that would serve alike are an
+error that names both, because FL2VA and Ref2VA, for one, differ in nothing but their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from engine.errors import CheckpointError
+
+DEPTH = 2
+
+
+class Role(StrEnum):
+    """What a place in the folder is good for."""
+
+    TRANSFORMER = "transformer"
+    DECODER = "decoder"
+    PICTURE_ENCODER = "picture encoder"
+    PROMPT_ENCODER = "prompt encoder"
+    AUDIO_CODEC = "audio codec"
+    ADAPTER = "adapter"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFolder:
+    """Places of a folder by what they are good for."""
+
+    path: Path
+    places: Mapping[Role, tuple[Path, ...]]
+    unknown: tuple[Path, ...]
+    """Files of which nobody here knows what they are."""
+
+    def find(self, role: Role) -> Path | None:
+        """Return the place for a role, None where there is none.
+
+        Raises: CheckpointError where there are several.
+        """
+        found = self.places.get(role, ())
+        if len(found) > 1:
+            names = ", ".join(str(each.relative_to(self.path)) for each in found)
+            raise CheckpointError(
+                f"weights: {self.path} has more than one {role}: {names}; expected one, so move "
+                "the others away"
+            )
+        return found[0] if found else None
+
+    def need(self, role: Role) -> Path:
+        """Return the place for a role.
+
+        Raises: CheckpointError where there is none, or where there are several.
+        """
+        found = self.find(role)
+        if found is None:
+            there = ", ".join(role for role, places in self.places.items() if places)
+            raise CheckpointError(
+                f"weights: {self.path} has no {role}; found: {there or 'no known network'}"
+            )
+        return found
+
+    def decoder(self, mode: str | None) -> Path | None:
+        """Return the place of the decoder that is wanted most, or that has a mode.
+
+        Raises: CheckpointError where none has it, or two are alike.
+        """
+        from vae_stream.opening import choose_decoder
+
+        return self._choose(Role.DECODER, lambda places: choose_decoder(places, mode))
+
+    def picture_encoder(self) -> Path | None:
+        """Return the place of the picture encoder that is wanted most.
+
+        Raises: CheckpointError where two are alike.
+        """
+        from vae_stream.encoder import choose_encoder
+
+        return self._choose(Role.PICTURE_ENCODER, choose_encoder)
+
+    def _choose(self, role: Role, choose: Callable[[Sequence[Path]], Path]) -> Path | None:
+        places = self.places.get(role, ())
+        try:
+            return choose(places) if places else None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"weights: {error}") from error
+
+
+def look_through(path: Path) -> WeightFolder:
+    """Look through a folder and those below it.
+
+    Raises: CheckpointError where it is no folder, or a file in it is damaged.
+    """
+    from engine.checkpoint.shards import read_shard
+
+    if not path.is_dir():
+        raise CheckpointError(f"weights: {path} is no folder")
+    places: dict[Role, list[Path]] = {role: [] for role in Role}
+    unknown: list[Path] = []
+    for folder in _folders(path, DEPTH):
+        files = sorted(folder.glob("*.safetensors"))
+        names = {file: frozenset(read_shard(file).records) for file in files}
+        if not names:
+            continue
+        by_file = {file: roles_of(each) for file, each in names.items()}
+        kinds = {roles for roles in by_file.values() if roles}
+        if len(kinds) > 1:  # single files side by side
+            for file, roles in by_file.items():
+                for role in roles:
+                    places[role].append(file)
+                if not roles:
+                    unknown.append(file)
+            continue
+        # Shards of one network: some may lack every mark.
+        roles = roles_of(frozenset().union(*names.values()))
+        for role in roles:
+            places[role].append(folder)
+        if not roles:
+            unknown += names
+    return WeightFolder(
+        path=path,
+        places={role: tuple(found) for role, found in places.items()},
+        unknown=tuple(unknown),
+    )
+
+
+def roles_of(names: frozenset[str]) -> frozenset[Role]:
+    """What tensors of these names are good for."""
+    from vae_stream.encoder import holds_encoder
+    from vae_stream.opening import decoder_of
+
+    def any_has(*parts: str) -> bool:
+        return any(part in name for name in names for part in parts)
+
+    if any_has(".lora_A.", ".lora_B.", ".lora_down.", ".lora_up.", "lora_A.weight"):
+        return frozenset({Role.ADAPTER})
+    if any_has("adaln_proj.linear."):
+        return frozenset({Role.TRANSFORMER})
+    if any_has("layers.0.self_attn.q_proj."):
+        return frozenset({Role.PROMPT_ENCODER})
+    if any_has(".weight_g"):
+        return frozenset({Role.AUDIO_CODEC})
+    roles = set()
+    if decoder_of(names) is not None:
+        roles.add(Role.DECODER)
+    if holds_encoder(names):
+        roles.add(Role.PICTURE_ENCODER)
+    return frozenset(roles)
+
+
+def _folders(path: Path, depth: int) -> Iterator[Path]:
+    yield path
+    if depth > 0:
+        for each in sorted(path.iterdir()):
+            if each.is_dir() and not each.name.startswith("."):
+                yield from _folders(each, depth - 1)

@@ -1,0 +1,93 @@
+"""The benchmark of a session, dry: what it lists adds up, and goes through what is served."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.session_speed import SessionScenario, main, overlap_ms
+from engine.errors import ConfigError
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+ABSENT = ("av", "fastapi", "rich", "tyro", "structlog", "pydantic", "diffusers", "transformers")
+
+
+def test_a_record_has_the_parts_of_each_figure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "session.jsonl"
+    options = ["--preset", "tiny", "--device", "cpu", "--dtype", "float32", "--chunks", "2"]
+    assert main([*options, "--record", str(record)]) == 0
+    line = json.loads(record.read_text())
+    assert json.loads(capsys.readouterr().out)["rows"] == [line]
+    assert line["chunk"]["n"] == line["first_frame"]["n"] == 2
+    assert line["frames_per_second"] > 0.0
+    parts = line["first_frame_parts"]
+    assert set(parts) == {
+        "denoise_0", "denoise_1", "denoise_2", "denoise_3", "camera_and_draws",
+        "decode_first_frames", "host",
+    }  # fmt: skip
+    stages = line["start_up_s"]
+    assert list(stages)[:2] == ["imports", "transformer"]
+    assert list(stages)[-1] == "first frame"
+    assert line["first_frame_after_s"] == pytest.approx(sum(stages.values()), abs=0.1)
+    planned = line["memory"]
+    assert planned["planned_gib"] == max(
+        planned["planned_loading_gib"], planned["planned_playing_gib"]
+    )
+
+
+def test_parts_of_a_first_frame_add_up_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--preset", "tiny", "--device", "cpu", "--dtype", "float32", "--chunks", "1"]
+    assert main(options) == 0
+    line = json.loads(capsys.readouterr().out)["rows"][0]
+    total = sum(part["p50"] for part in line["first_frame_parts"].values())
+    assert total == pytest.approx(line["first_frame"]["p50"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ({"decode": 10.0, "decoded_4": 50.0, "refresh": 10.0, "end": 100.0}, 40.0),
+        ({"decode": 10.0, "decoded_4": 50.0, "refresh": 60.0, "end": 100.0}, 0.0),
+        ({"decode": 30.0, "decoded_4": 150.0, "refresh": 20.0, "end": 100.0}, 70.0),
+    ],
+    ids=["within", "after", "longer"],
+)
+def test_overlap(spans: dict[str, float], expected: float) -> None:
+    assert overlap_ms(spans) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "huge"}, "preset: 'huge'; allowed: mini"),
+        ({"chunk_count": 0}, "chunks: 0; allowed: 1 to"),
+        ({"rows": ("B",)}, "rows: 'B'; allowed: exact, A"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SessionScenario(**changes)  # type: ignore[arg-type]
+
+
+def test_it_needs_no_library_of_the_service() -> None:
+    program = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {ABSENT!r}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Absent())
+import benchmarks.session_speed, stream.worlds, vae_stream.random_codec
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
