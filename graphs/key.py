@@ -18,6 +18,7 @@ class Phase(StrEnum):
     DENOISE = "denoise"
     REFRESH = "refresh"
     SLIDE = "slide"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,7 +87,7 @@ class TapeCapture:
         for tensor, before in reversed(recording.before.values()):
             tensor.copy_(before)
         if output is not None:
-            output.fill_(torch.nan)
+            output.fill_(torch.nan if output.is_floating_point() else 1)
         self._used_bytes += self._entry_bytes
         return TapeCaptured(recording, output, self.log)
 

@@ -6,8 +6,8 @@ common (`vae_stream.decoder`), recording of passes (`graphs`).
 Source: StreamRender-H3 (github.com/NVlabs/Sana).
 """
 
-from vae_stream.causal_vit.decoder import CausalVitDecoder
+from vae_stream.causal_vit.decoder import CausalVitDecoder, Form
 from vae_stream.causal_vit.modes import Mode
 from vae_stream.causal_vit.places import CausalConfig
 
-__all__ = ["CausalConfig", "CausalVitDecoder", "Mode"]
+__all__ = ["CausalConfig", "CausalVitDecoder", "Form", "Mode"]

@@ -7,15 +7,21 @@ follows. Legend: C latents of a call, F latent channels, T frames, H height, W w
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from graphs.capture import CudaCapture
+from graphs.compile import CompileMode
+from graphs.runner import GraphRunner, RunnerLimits
+from vae_stream.causal_vit.fused import FusedCalls
 from vae_stream.causal_vit.modes import Mode, Step, kinds, plan_flush, plan_push
 from vae_stream.causal_vit.places import CallKind, CausalConfig
 from vae_stream.causal_vit.plain import PlainCalls
 from vae_stream.causal_vit.state import CausalVitState, RingLender, ring_shape
+from vae_stream.causal_vit.window_attention import kernels_run_on
 from vae_stream.decoder import (
     DecoderState,
     FrameChunk,
@@ -28,8 +34,24 @@ from vae_stream.geometry import BLOCK_LATENTS, RAW_FRAMES, frame_count
 from vae_stream.vit import Block, Vit
 
 
+class Form(StrEnum):
+    """How calls run."""
+
+    PLAIN = "plain"
+    """Plain torch, on any device."""
+    COMPILED = "compiled"
+    """Compiled parts and fused attention, on CUDA with Triton."""
+    RECORDED = "recorded"
+    """The same, each kind of call as one graph."""
+
+
 class _Calls(Protocol):
+    @property
+    def graph_count(self) -> int: ...
+
     def run(self, state: CausalVitState, kind: CallKind) -> Tensor: ...
+
+    def close(self) -> None: ...
 
 
 class CausalVitDecoder:
@@ -41,9 +63,10 @@ class CausalVitDecoder:
         width_px: picture width, a multiple of 16.
         mode: how latents are advanced.
         causal: how the network is used.
+        form: how calls run; None for the fastest that the device has.
 
     Raises:
-        ValueError: a size that 16 does not divide.
+        ValueError: a size that 16 does not divide, or a form that the device has not.
     """
 
     def __init__(
@@ -54,6 +77,7 @@ class CausalVitDecoder:
         width_px: int,
         mode: Mode = Mode.HYBRID_A3,
         causal: CausalConfig | None = None,
+        form: Form | None = None,
     ) -> None:
         config, causal = vit.config, causal or CausalConfig()
         self._latent_shape = latent_shape(config.latent_channels, height_px, width_px)
@@ -63,7 +87,8 @@ class CausalVitDecoder:
         self.lookahead_latents = 1 if self.mode == Mode.PAIR else 0
         _, _, height, width = self._latent_shape
         device = vit.register_tokens.device
-        self._calls: _Calls = PlainCalls(vit, causal, height=height, width=width)
+        self.form = form or _best_form(device)
+        self._calls = _calls(self.form, vit, causal, height=height, width=width)
         shape = ring_shape(config, block_dtype(vit), height=height, width=width)
         self._lender = RingLender(shape, device)
         self._past = max(kind.past for kind in kinds(self.mode))
@@ -114,8 +139,14 @@ class CausalVitDecoder:
         """Memory of one state."""
         return self._lender.shape.size_bytes
 
+    @property
+    def graph_count(self) -> int:
+        """Recorded calls: one a kind of call and a stream's memory."""
+        return self._calls.graph_count
+
     def close(self) -> None:
-        """Free memory that no state holds."""
+        """Free recorded calls, and memory that no state holds."""
+        self._calls.close()
         self._lender.clear()
 
     def _make(self, state: CausalVitState, step: Step) -> tuple[FrameChunk, ...]:
@@ -128,7 +159,8 @@ class CausalVitDecoder:
         chunks = []
         for offset in step.shown:
             end = RAW_FRAMES * (offset + 1)
-            own_THWC = frames_THWC[end - frame_count(begin + offset) : end]
+            # A graph writes its frames to the same place each time; a copy is the reader's own.
+            own_THWC = frames_THWC[end - frame_count(begin + offset) : end].clone()
             chunks.append(frame_chunk(own_THWC, begin + offset))
         return tuple(chunks)
 
@@ -143,3 +175,21 @@ def block_dtype(vit: Vit) -> torch.dtype:
     block = vit.blocks[0]
     assert isinstance(block, Block)
     return block.ff.w1.weight.dtype
+
+
+def _best_form(device: torch.device) -> Form:
+    return Form.RECORDED if device.type == "cuda" and kernels_run_on(device) else Form.PLAIN
+
+
+def _calls(form: Form, vit: Vit, causal: CausalConfig, *, height: int, width: int) -> _Calls:
+    if form == Form.PLAIN:
+        return PlainCalls(vit, causal, height=height, width=width)
+    device = vit.register_tokens.device
+    if device.type != "cuda" or not kernels_run_on(device):
+        raise ValueError(f"form: {form} on {device}; allowed: {Form.PLAIN}, or cuda with triton")
+    runner = None
+    if form == Form.RECORDED:
+        runner = GraphRunner(CudaCapture(device), RunnerLimits(captures_per_turn=1))
+    return FusedCalls(
+        vit, causal, height=height, width=width, compile_mode=CompileMode.BLOCKS, runner=runner
+    )

@@ -36,6 +36,8 @@ class PlainCalls:
         width: of the grid, in tokens.
     """
 
+    graph_count = 0
+
     def __init__(self, vit: Vit, causal: CausalConfig, *, height: int, width: int) -> None:
         self._vit, self._causal = vit, causal
         self._size = height, width
@@ -84,6 +86,9 @@ class PlainCalls:
             x_BRD = block.finish(x_BRD, attended_RD[None])
         raw_BCTHW = vit.head(x_BRD[:, :tokens], kind.latents, *self._size)
         return to_uint8(from_imagenet(raw_BCTHW[0].transpose(0, 1)))
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 def _through_ring(ring_SRD: Tensor, rows_RNK: Tensor, slots: list[int], latents: int) -> Tensor:

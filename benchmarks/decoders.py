@@ -1,0 +1,303 @@
+"""The causal ViT decoder of H3: time of a latent, of a pair, memory of a stream, error.
+
+    python -m benchmarks.decoders --record benchmarks/decoders.jsonl
+    python -m benchmarks.decoders --tiny --device cpu --geometry 96x64   # shows that it works
+
+Owns the command and the record of a row. A row is a form (plain, compiled, recorded) of a mode
+(latents one by one, or in pairs) at a picture size; its time is that of a call, from latents on the
+device to uint8 pictures on the device, in a stream that is long under way. Random weights of the
+released shape, which take as long as any. Errors are in grey levels, against the plain form with
+fp32 blocks. Needs torch, triton, numpy, einops, safetensors and pillow alone. Rows go to stderr as
+they are done, the last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.record import (
+    Machine,
+    Spread,
+    append_record,
+    describe_machine,
+    parse_geometry,
+    size_name,
+)
+from benchmarks.windowed import random_vit
+from engine.clock import new_clock
+from engine.config import Geometry
+from engine.device import resolve_device
+from engine.errors import WorldStreamError
+from vae_stream.causal_vit import CausalVitDecoder, Form, Mode
+from vae_stream.vit import Vit, VitConfig
+
+EXIT_OK, EXIT_USAGE = 0, 2
+GEOMETRIES = "832x480,1344x768"
+_RELEASED = VitConfig(layer_count=24)
+_TINY = VitConfig(layer_count=2, head_count=2, ffn_width=96)
+_COMPARED = 8
+"""Latents whose pictures are compared: the ring fills, and wraps once."""
+_GIB = 2**30
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A way to run the decoder."""
+
+    mode: Mode
+    form: Form
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.form}, {'pair' if self.mode == Mode.PAIR else 'one latent'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Outcome of a row."""
+
+    row: Row
+    call: Spread
+    call_p95: float
+    first_s: float
+    """The first latents: compilation, plain calls, recording."""
+    error_max: float
+    """Grey levels."""
+    psnr_db: float
+    tflops: float
+    """Of products and attention, at the median."""
+    state_mib: float
+    """Computed."""
+    state_measured_mib: float | None
+    peak_gib: float | None
+    """Weights, one stream, recordings and the widest moment."""
+    graph_count: int
+
+    @property
+    def line(self) -> str:
+        """One line for a terminal."""
+        measured = "-" if self.state_measured_mib is None else f"{self.state_measured_mib:.1f}"
+        peak = "-" if self.peak_gib is None else f"{self.peak_gib:.2f}"
+        return (
+            f"{self.row.name:24}{self.call.p50:9.2f}{self.call_p95:9.2f}{self.tflops:9.1f}"
+            f"{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}{self.state_mib:10.1f}"
+            f"{measured:>10}{peak:>8}{self.graph_count:7}"
+        )
+
+
+HEAD = (
+    f"{'row':24}{'p50 ms':>9}{'p95 ms':>9}{'TFLOP/s':>9}{'first s':>9}{'max err':>8}{'psnr':>8}"
+    f"{'state MiB':>10}{'measured':>10}{'GiB':>8}{'graphs':>7}"
+)
+
+
+def call_flops(config: VitConfig, tokens: int, *, latents: int, seen: int, window: int) -> float:
+    """Return the products of a call: linears of all rows, and whole windows of attention.
+
+    Args:
+        config: of the network.
+        tokens: of a latent.
+        latents: of the call.
+        seen: latents that attention reads, the call's own included.
+        window: tokens along a side.
+    """
+    rows = latents * tokens
+    block = 4 * config.width**2 + 3 * config.width * config.ffn_width
+    linears = rows * (config.layer_count * block + config.width * config.patch_width)
+    keys = min(window**2, tokens) * seen + config.suffix_count
+    return 2.0 * linears + 4.0 * rows * keys * config.width * config.layer_count
+
+
+class Bench:
+    """Decoders over one network at one picture size."""
+
+    def __init__(self, vit: Vit, size: Geometry, *, calls: int, dropped: int) -> None:
+        self._vit, self._size = vit, size
+        self._calls, self._dropped = calls, dropped
+        self._device = vit.register_tokens.device
+        generator = torch.Generator(self._device).manual_seed(1)
+        channels = vit.config.latent_channels
+        shape = (_COMPARED, 1, channels, size.latent_height, size.latent_width)
+        self._latents = torch.randn(shape, device=self._device, generator=generator)
+        self._exact: dict[Mode, Tensor] = {}
+
+    def keep_exact(self, modes: Sequence[Mode]) -> None:
+        """Decode with the weights as they are now, for the errors of the rows."""
+        for mode in modes:
+            decoder = self._decoder(Row(mode=mode, form=Form.PLAIN))
+            self._exact[mode] = self._pictures(decoder)
+            decoder.close()
+
+    def run(self, row: Row, size: int) -> Measured:
+        """Measure a row; `size` is that of a window."""
+        is_cuda = self._device.type == "cuda"
+        self._forget()
+        decoder = self._decoder(row)
+        start_s, before = time.perf_counter(), self._allocated()
+        state = decoder.new_state()
+        state_mib = (self._allocated() - before) / _MIB if is_cuda else None
+        del state
+        frames = self._pictures(decoder)
+        self._wait()
+        first_s = time.perf_counter() - start_s
+        spans_ms = self._spans_ms(decoder)
+        apart = (frames.float() - self._exact[row.mode].float()).cpu()
+        latents = 2 if row.mode == Mode.PAIR else 1
+        flops = call_flops(
+            self._vit.config, self._size.latent_height * self._size.latent_width,
+            latents=latents, seen=6, window=size,
+        )  # fmt: skip
+        call = Spread.of(spans_ms, unit="ms", dropped_count=self._dropped)
+        measured = Measured(
+            row=row,
+            call=call,
+            call_p95=round(float(np.percentile(spans_ms, 95)), 3),
+            first_s=round(first_s, 2),
+            error_max=float(apart.abs().max()),
+            psnr_db=round(_psnr_db(apart), 2),
+            tflops=round(flops / call.p50 / 1e9, 2),
+            state_mib=round(decoder.state_bytes() / _MIB, 2),
+            state_measured_mib=None if state_mib is None else round(state_mib, 2),
+            peak_gib=round(torch.cuda.max_memory_allocated(self._device) / _GIB, 3)
+            if is_cuda
+            else None,
+            graph_count=decoder.graph_count,
+        )
+        decoder.close()
+        return measured
+
+    def _decoder(self, row: Row) -> CausalVitDecoder:
+        return CausalVitDecoder(
+            self._vit, height_px=self._size.height_px, width_px=self._size.width_px,
+            mode=row.mode, form=row.form,
+        )  # fmt: skip
+
+    def _pictures(self, decoder: CausalVitDecoder) -> Tensor:
+        """Decode a stream twice, so that the second one finds its calls recorded; return it."""
+        frames: list[Tensor] = []
+        for _ in range(1 if decoder.form == Form.PLAIN else 2):
+            state = decoder.new_state()
+            frames = [
+                chunk.frames_THWC
+                for latent in self._latents
+                for chunk in decoder.push(state, latent)
+            ]
+            del state  # its memory goes to the next stream
+        return torch.cat(frames)
+
+    def _spans_ms(self, decoder: CausalVitDecoder) -> list[float]:
+        """Times of calls, one after another; read at the end, so that nothing waits between."""
+        state, clocks = decoder.new_state(), []
+        for index in range((self._calls + self._dropped) * (2 if decoder.lookahead_latents else 1)):
+            clock = new_clock(self._device)
+            clock.mark("begin")
+            shown = decoder.push(state, self._latents[index % _COMPARED])
+            clock.mark("end")
+            if shown:
+                clocks.append(clock)
+        return [clock.between_ms("begin", "end") for clock in clocks[self._dropped :]]
+
+    def _forget(self) -> None:
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _psnr_db(apart: Tensor) -> float:
+    """Against white; pictures that are equal count as one grey level in a million pixels."""
+    return float(20 * np.log10(255) - 10 * apart.square().mean().clamp_min(1e-6).log10())
+
+
+def as_record(
+    measured: Measured, size: Geometry, machine: Machine, *, preset: str, dtype: str
+) -> dict[str, Any]:
+    """Return the record of a row, json-ready."""
+    row = measured.row
+    figures = {key: value for key, value in dataclasses.asdict(measured).items() if key != "row"}
+    return {
+        "name": "causal_decoder",
+        "row": row.name,
+        "class": "F",
+        "preset": preset,
+        "weights": "random",
+        "geometry": size_name(size),
+        "gpu_count": int(machine.gpu is not None),
+        "dtype": dtype,
+        "mode": str(row.mode),
+        "form": str(row.form),
+        **figures,
+        **dataclasses.asdict(machine),
+    }
+
+
+def _rows(device: torch.device, names: str) -> Iterator[Row]:
+    forms = list(Form) if device.type == "cuda" else [Form.PLAIN]
+    for mode in (Mode.SINGLE_A1, Mode.PAIR):
+        for form in forms:
+            if names == "all" or str(form) in names.split(","):
+                yield Row(mode=mode, form=form)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure as the command line says and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoders", description=__doc__)
+    parser.add_argument("--geometry", default=GEOMETRIES, help="picture sizes with commas")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--forms", default="all", help="all, or names with commas")
+    parser.add_argument("--calls", type=int, default=60, help="that count, of each row")
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers")
+    parser.add_argument("--record", type=Path, help="file to append to: benchmarks/decoders.jsonl")
+    parser.add_argument("--commit", help="of the files, where they are no checkout")
+    options = parser.parse_args(arguments)
+    try:
+        sizes = [parse_geometry(text) for text in options.geometry.split(",")]
+        device = resolve_device(options.device)
+    except WorldStreamError as error:
+        print(f"benchmarks.decoders: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    machine = describe_machine(device, commit=options.commit)
+    rows = list(_rows(device, options.forms))
+    vit = random_vit(_TINY if options.tiny else _RELEASED, device)
+    benches = [Bench(vit, size, calls=options.calls, dropped=5) for size in sizes]
+    for bench in benches:  # with fp32 blocks
+        bench.keep_exact(sorted({row.mode for row in rows}))
+    vit.cast_blocks(torch.bfloat16)
+    records = []
+    for bench, size in zip(benches, sizes, strict=True):
+        print(f"{size_name(size)}, {machine.gpu or machine.cpu}\n{HEAD}", file=sys.stderr)
+        for row in rows:
+            measured = bench.run(row, size=16)
+            print(measured.line, file=sys.stderr, flush=True)
+            preset = "tiny" if options.tiny else "h3_33b"
+            records.append(as_record(measured, size, machine, preset=preset, dtype="bfloat16"))
+            if options.record is not None:
+                append_record(options.record, records[-1])
+    print(json.dumps({"rows": records}))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The command that measures the causal ViT decoder, at its smallest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.decoders import call_flops, main
+from vae_stream.vit import VitConfig
+
+pytestmark = pytest.mark.cpu
+
+
+def test_it_measures_a_row_for_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "decoders.jsonl"
+    given = ["--tiny", "--device", "cpu", "--geometry", "64x32", "--calls", "2"]
+
+    assert main([*given, "--record", str(path)]) == 0
+
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["row"] for row in rows] == ["plain, one latent", "plain, pair"]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    for row in rows:
+        assert row["call"]["n"] == 2
+        assert row["psnr_db"] > 40
+        assert row["state_mib"] > 0
+
+
+def test_a_size_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--geometry", "large"]) == 2
+    assert "geometry: 'large'" in capsys.readouterr().err
+
+
+def test_work_of_a_pair_at_the_released_size() -> None:
+    """The known 28.5 TFLOP of a pair at 1344x768 and 11.0 at 832x480."""
+    config = VitConfig(layer_count=24)
+    for tokens, tera in ((48 * 84, 28.5), (30 * 52, 11.0)):
+        flops = call_flops(config, tokens, latents=2, seen=6, window=16)
+        assert flops / 1e12 == pytest.approx(tera, rel=0.01)
