@@ -323,6 +323,9 @@ class EngineConfig:
     free_adaln: bool | Literal["auto"] = "auto"
     """Give the modulation weights up once their tables are built, but for the third that a new
     session's audio time needs: 17 GB of the large model. "auto": where it would not fit else."""
+    audio_vae: str | None = None
+    """Folder of the audio autoencoder, through which silence passes once, or the file that was kept
+    of it (`engine.silence`). None stands for the mean of all audio latents."""
     prefix_cache: bool = True
     """Compute the prefix once per session and prompt instead of in every forward. Exact."""
     adaln_tables: bool = True

@@ -55,6 +55,7 @@ class Engine:
         model_hash: str,
         dtype_choice: DtypeChoice,
         exchange: Exchange | None = None,
+        silence_GCT: Tensor | None = None,
     ) -> None:
         self.model_config: ModelConfig = model.config
         self.config = config
@@ -64,6 +65,7 @@ class Engine:
         self.device = model.proj_in.weight.device
         self.dtype = model.dtype
         self._text_encoder = text_encoder
+        self._silence_GCT = silence_GCT
         self._side_work = SideWork(self.device)
         parts = speed_parts(model, config, world_size=_world_size(exchange))
         options = CoreOptions(
@@ -154,6 +156,7 @@ class Engine:
             model_hash=parts.model_hash,
             dtype_choice=parts.dtype_choice,
             exchange=exchange,
+            silence_GCT=parts.silence_GCT,
         )
 
     @property
@@ -418,6 +421,7 @@ class Engine:
             encoding.tags_R,
             anchor_BCTHW,
             prefix_draws,
+            silence_BGCT=None if self._silence_GCT is None else self._silence_GCT[None],
         )
 
 

@@ -48,7 +48,8 @@ from engine.prompts.cached import (
     residencies,
 )
 from engine.prompts.files import PromptFiles
-from engine.speed import resolve_speed
+from engine.silence import hash_of_latents, silence_latents
+from engine.speed import CACHE_FOLDER, resolve_speed
 from engine.text import PromptEncoder, WordEncoder
 
 _log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class ModelParts:
     """With every "auto" resolved."""
     model_hash: str
     dtype_choice: DtypeChoice
+    silence_GCT: Tensor | None = None
+    """Audio latents of silence; None for the mean of all audio latents."""
 
 
 def pretrained_parts(
@@ -100,6 +103,7 @@ def pretrained_parts(
     if has_words and not weights.text_pieces:
         raise CheckpointError(f"{path} has no text encoder; expected tensors text_encoder.*")
     files = _prompt_files(model_config, config, beside=(root, root.parent))
+    silence_GCT = _silence(model_config, config)
     device = resolve_device(config.device)
     config, choice = _resolve_memory(
         model_config, config, device, geometries, world_size=world_size, files=files
@@ -123,8 +127,9 @@ def pretrained_parts(
         model=model,
         text_encoder=text_encoder,
         config=config,
-        model_hash=_joint_hash(known_hash or sampled_hash(weights), text_encoder),
+        model_hash=_joint_hash(known_hash or sampled_hash(weights), text_encoder, silence_GCT),
         dtype_choice=choice,
+        silence_GCT=silence_GCT,
     )
 
 
@@ -159,11 +164,24 @@ def _prompts(
     return open_prompts(files, text, config.prompts, device=device, on_progress=on_progress)
 
 
-def _joint_hash(model_hash: str, text_encoder: PromptEncoder) -> str:
-    """Hash of transformer and prompt encoder, which make a world together."""
-    if not isinstance(text_encoder, CachedPrompts):
+def _silence(model_config: ModelConfig, config: EngineConfig) -> Tensor | None:
+    """Audio latents of silence, where there is an audio autoencoder to tell."""
+    if config.audio_vae is None:
+        return None
+    kept_in = CACHE_FOLDER.expanduser() / "silence"
+    return silence_latents(config.audio_vae, model_config, kept_in=kept_in)
+
+
+def _joint_hash(model_hash: str, text_encoder: PromptEncoder, silence_GCT: Tensor | None) -> str:
+    """Hash of transformer, prompt encoder and silence, which make a world together."""
+    hashes = [model_hash]
+    if isinstance(text_encoder, CachedPrompts):
+        hashes.append(text_encoder.model_hash)
+    if silence_GCT is not None:
+        hashes.append(hash_of_latents(silence_GCT))
+    if len(hashes) == 1:
         return model_hash
-    return hashlib.sha256(f"{model_hash} {text_encoder.model_hash}".encode()).hexdigest()
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
 def _find(path: Path, model_config: ModelConfig | None) -> tuple[ModelConfig, Path]:
@@ -192,6 +210,7 @@ def random_parts(
     files = None
     if config.prompts.encoder is not None:
         files = _prompt_files(model_config, config, beside=())
+    silence_GCT = _silence(model_config, config)
     config, choice = _resolve_memory(
         model_config, config, device, sizes, world_size=world_size, files=files
     )
@@ -209,8 +228,9 @@ def random_parts(
         model=model.requires_grad_(False).eval(),
         text_encoder=text_encoder,
         config=config,
-        model_hash=_joint_hash(model_hash, text_encoder),
+        model_hash=_joint_hash(model_hash, text_encoder, silence_GCT),
         dtype_choice=choice,
+        silence_GCT=silence_GCT,
     )
 
 
