@@ -48,8 +48,8 @@ def silence_latents(source: str | Path, config: ModelConfig, *, kept_in: Path) -
         raise CheckpointError(f"audio_vae: {path} is not there; expected a folder or a file")
     files = find_shards(path)
     shards = [read_shard(file) for file in files]
-    if path.is_file() and TENSOR in shards[0].records:
-        return _read(path, config)
+    if len(files) == 1 and TENSOR in shards[0].records:
+        return _read(files[0], config)
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:

@@ -55,7 +55,8 @@ def plan_world(spec: WorldSpec, folder: WeightFolder | None, present: Present) -
     found = preset(spec.preset, spec.geometry)
     model, config = found.model, spec.engine
     if folder is not None:
-        model, config = read_config(folder.path, model), _with_encoder(config, folder, model)
+        model = read_config(folder.path, model)
+        config = _with_silence(_with_encoder(config, folder, model), folder)
     dtype = likely_dtype(device) if config.dtype == "auto" else config.dtype
     text, files = model.text, None
     if isinstance(text, Qwen3VlTextConfig) and (folder is not None or config.prompts.encoder):
@@ -96,6 +97,12 @@ def _with_encoder(config: EngineConfig, folder: WeightFolder, model: ModelConfig
         return config
     prompts = dataclasses.replace(config.prompts, encoder=str(place))
     return dataclasses.replace(config, prompts=prompts)
+
+
+def _with_silence(config: EngineConfig, folder: WeightFolder) -> EngineConfig:
+    """Name the audio autoencoder that lies in the folder, where none was named."""
+    place = folder.find(Role.AUDIO_CODEC) if config.audio_vae is None else None
+    return config if place is None else dataclasses.replace(config, audio_vae=str(place))
 
 
 def _codec_parts(

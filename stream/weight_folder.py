@@ -6,6 +6,7 @@
       vae/                   codec: encodes the first picture, decodes where there is nothing better
       text_encoder/          Qwen3-VL with its tokenizer
       adapter/               a LoRA
+      audio_vae/             codec of sound, through which silence passes once; or what was kept
 
 Owns the marks by which names of tensors tell networks apart; decoders and picture encoders are the
 affair of `vae_stream`. Invariants: heads of files are read, never a tensor; the weights that ship
@@ -138,6 +139,7 @@ def look_through(path: Path) -> WeightFolder:
 
 def roles_of(names: frozenset[str]) -> frozenset[Role]:
     """What tensors of these names are good for."""
+    from engine.silence import TENSOR as SILENCE
     from vae_stream.encoder import holds_encoder
     from vae_stream.opening import decoder_of
 
@@ -150,7 +152,7 @@ def roles_of(names: frozenset[str]) -> frozenset[Role]:
         return frozenset({Role.TRANSFORMER})
     if any_has("layers.0.self_attn.q_proj."):
         return frozenset({Role.PROMPT_ENCODER})
-    if any_has(".weight_g"):
+    if any_has(".weight_g") or SILENCE in names:
         return frozenset({Role.AUDIO_CODEC})
     roles = set()
     if decoder_of(names) is not None:

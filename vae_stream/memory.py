@@ -17,6 +17,7 @@ from torch import nn
 from vae_stream.causal_vit.state import ring_shape
 from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
 from vae_stream.opening import CUDA_TILE_BATCH
+from vae_stream.tiling import Tiling, plan_tiles
 from vae_stream.vit import Vit, VitConfig
 from vae_stream.vit_weights import VitLayout, read_vit_config, vit_layout
 from vae_stream.weight_files import WeightFiles
@@ -99,14 +100,19 @@ def windowed_memory(
     config: VitConfig, *, dtype: torch.dtype, height_px: int, width_px: int
 ) -> CodecMemory:
     """Size of the original H3 decoder: tiles in batches, frames of two windows in fp32."""
-    height, width = height_px // SPATIAL_RATIO, width_px // SPATIAL_RATIO
-    side = _TILE_PX // SPATIAL_RATIO
-    frames = WINDOW_LATENTS * RAW_FRAMES * 3 * height_px * width_px * _FLOAT_BYTES
-    rows = CUDA_TILE_BATCH * WINDOW_LATENTS * min(height, side) * min(width, side)
+    plan = plan_tiles(height_px, width_px, Tiling())
+    window = WINDOW_LATENTS * RAW_FRAMES * 3 * _FLOAT_BYTES
+    frames = window * height_px * width_px
+    tile = window * plan.rows.size * plan.columns.size
+    batch = min(CUDA_TILE_BATCH, plan.tile_count)
+    rows = batch * WINDOW_LATENTS * (plan.rows.size * plan.columns.size) // SPATIAL_RATIO**2
+    # Frames of a batch as they are laid out anew, and of all tiles of two windows till they are
+    # joined.
+    tiles = (batch + 2 * plan.tile_count) * tile
     return CodecMemory(
         weights=_vit_bytes(config, dtype),
         state=frames,
-        working=rows * vit_row_bytes(config, dtype) + 2 * frames,
+        working=max(rows * vit_row_bytes(config, dtype) + tiles, tiles + 3 * frames),
     )
 
 

@@ -45,6 +45,11 @@ def test_the_weights_that_ship_are_looked_through_alike() -> None:
     assert found.decoder(None) == found.picture_encoder() == weights / "vae"
 
 
+def test_silence_that_was_kept_stands_for_the_audio_codec(tmp_path: Path) -> None:
+    _write(tmp_path / "sound" / "a.safetensors", "silence_GCT")
+    assert look_through(tmp_path).need(Role.AUDIO_CODEC) == tmp_path / "sound"
+
+
 def test_shards_without_a_mark_belong_to_their_folder(tmp_path: Path) -> None:
     _write(tmp_path / "dit" / "1.safetensors", *NAMES[Role.TRANSFORMER])
     _write(tmp_path / "dit" / "2.safetensors", "blocks.7.norm1.weight")

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from engine.checkpoint.folder import save_model, write_manifest
 from engine.config import EngineConfig, preset
@@ -68,6 +69,21 @@ def test_changed_file_is_refused_by_name(
     assert code == 3
     assert err.count("\n") == 1
     assert name in err
+
+
+def test_silence_in_the_folder_is_part_of_the_world(folder: Path) -> None:
+    model = preset("tiny").model
+    plain = load_models(_spec(folder))
+    shape = model.audio_channel_count, model.audio_in_channels, model.audio_latent_count
+    (folder / "sound").mkdir()
+    save_file({"silence_GCT": torch.ones(shape).bfloat16()}, folder / "sound" / "a.safetensors")
+
+    sounding = load_models(_spec(folder))
+
+    assert sounding.engine.config.audio_vae == str(folder / "sound")
+    assert sounding.engine.model_hash != plain.engine.model_hash
+    for models in (plain, sounding):
+        models.close()
 
 
 def test_missing_codec_is_refused_by_name(folder: Path) -> None:
