@@ -224,6 +224,18 @@ def test_prompt_pause_step_and_resume(service: Service) -> None:
     client.close()
 
 
+def test_a_prompt_that_cannot_be_encoded_is_told_and_the_world_goes_on(service: Service) -> None:
+    client = Client.hello(service)
+    client.play()
+    before = service.request("GET", f"/v1/sessions/{client.made['session_id']}")[1]["world"]
+    client.send(t="prompt", id=1, text="refused")
+    assert client.until("warn")["code"] == "REFUSED"
+    assert client.until("world")["world"]["prompt"] == before["prompt"]
+    client.send(t="prompt", id=2, text="a lake")
+    client.until("applied", id=2)
+    client.close()
+
+
 def test_viewers_are_told_of_the_world_and_of_each_change(service: Service) -> None:
     client = Client.hello(service, scene="snow-ruins")
     client.play()
