@@ -294,7 +294,9 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What a run chooses. None of it changes the maths, only where and how fast it runs."""
+    """What a run chooses: where and how fast it runs. The maths stays, but for `linear` and for
+    `prompts.refinement`, which say so.
+    """
 
     device: str = "auto"
     """"auto" (CUDA where present), "cpu", "cuda" or "cuda:N"."""
