@@ -5,8 +5,10 @@
 
 Owns the command and the record of a row. A row is the time of one block of 17 pictures, from its
 latents to uint8, through the decoder that a world uses: a window of 7 latents, all its tiles, the
-stitching. Random weights of the released shape, which take as long as any. The first row is the
-released way, tile by tile without compiling; errors are those of the frames against fp32 blocks.
+stitching. Random weights of the released shape, which take as long as any. The first row is how the
+released weights are commonly run: fp32 weights under autocast, tile by tile. All others have the
+blocks' weights in bf16, and the first of them is what compiling and batching are held against.
+Errors are those of the frames against fp32.
 Needs torch, numpy, einops, safetensors and pillow alone. Rows go to stderr as they are done, the
 last line of stdout is JSON.
 """
@@ -15,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import sys
 import time
@@ -34,6 +35,7 @@ from engine.device import resolve_device
 from engine.errors import WorldStreamError
 from graphs.compile import CompileMode
 from vae_stream.geometry import BLOCK_FRAMES, BLOCK_LATENTS
+from vae_stream.random_codec import fill
 from vae_stream.tiling import Tiling, plan_tiles
 from vae_stream.vit import Vit, VitConfig
 from vae_stream.windowed import WindowedDecoder
@@ -41,6 +43,7 @@ from vae_stream.windows import WINDOW_LATENTS
 
 EXIT_OK, EXIT_USAGE = 0, 2
 _TINY = VitConfig(layer_count=2, head_count=2, ffn_width=96)
+_DTYPE = torch.bfloat16
 _GIB = 2**30
 
 
@@ -51,6 +54,8 @@ class Row:
     name: str
     tile_batch: int
     mode: CompileMode
+    is_autocast: bool = False
+    """Weights in fp32, products in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,32 +74,38 @@ class Measured:
     is_exact: bool
     """Whether the frames have the bits of the first row."""
 
-    def line(self, control_ms: float) -> str:
+    def line(self, control: Measured) -> str:
         """One line for a terminal."""
         return (
             f"{self.row.name:26}{self.block.p50:10.1f}{self.block.p80:10.1f}"
-            f"{control_ms / self.block.p50:8.2f}x{BLOCK_FRAMES / self.block.p50 * 1e3:8.2f}"
+            f"{self.gain(control):8.2f}x{BLOCK_FRAMES / self.block.p50 * 1e3:8.2f}"
             f"{self.first_s:9.1f}{self.error_max:10.5f}{self.psnr_db:8.1f}"
             f"{'-' if self.peak_gib is None else f'{self.peak_gib:.2f}':>9}"
         )
 
+    def gain(self, control: Measured) -> float:
+        """How many times as fast as another row."""
+        return control.block.p50 / self.block.p50
+
 
 HEAD = (
-    f"{'row':26}{'p50 ms':>10}{'p80 ms':>10}{'ratio':>9}{'fps':>8}{'first s':>9}"
+    f"{'row':26}{'p50 ms':>10}{'p80 ms':>10}{'gain':>9}{'fps':>8}{'first s':>9}"
     f"{'max err':>10}{'psnr':>8}{'GiB':>9}"
+)
+AUTOCAST = Row(
+    name="autocast, tile by tile", tile_batch=1, mode=CompileMode.EAGER, is_autocast=True
 )
 
 
-def rows_for(tiles: int, batch: int, *, with_tuned: bool) -> list[Row]:
-    """Return what is measured, the control first."""
+def rows_in_bf16(batch: int, *, with_all: bool) -> list[Row]:
+    """Return what is measured with the blocks in bf16, the control first."""
     rows = [
         Row(name="eager, tile by tile", tile_batch=1, mode=CompileMode.EAGER),
         Row(name=f"eager, {batch} tiles", tile_batch=batch, mode=CompileMode.EAGER),
         Row(name=f"compiled, {batch} tiles", tile_batch=batch, mode=CompileMode.BLOCKS),
+        Row(name="compiled, tile by tile", tile_batch=1, mode=CompileMode.BLOCKS),
     ]
-    if tiles > 1:
-        rows.append(Row(name="compiled, tile by tile", tile_batch=1, mode=CompileMode.BLOCKS))
-    if with_tuned:
+    if with_all:
         rows.append(Row(name=f"tuned, {batch} tiles", tile_batch=batch, mode=CompileMode.TUNED))
     return rows
 
@@ -105,15 +116,7 @@ def random_vit(config: VitConfig, device: torch.device) -> Vit:
         vit = Vit(config)
     vit = vit.to_empty(device=device)
     vit.reset_statistics()
-    generator = torch.Generator(device).manual_seed(0)
-    for name, parameter in vit.named_parameters():
-        if parameter.dim() > 1:
-            width = parameter[0].numel()
-            parameter.data.normal_(0.0, width**-0.5, generator=generator)
-        elif "norm" in name and name.endswith("weight"):
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(0.3 if "scale" in name else 0.0, 0.1, generator=generator)
+    fill(vit)
     return vit.eval().requires_grad_(False)
 
 
@@ -148,11 +151,16 @@ class Bench:
         return decoder.clip_frames(self._clip_BCTHW)
 
     def run(self, row: Row) -> Measured:
-        """Measure a row; the first one is the control of the others."""
+        """Measure a row; the first one without autocast is the control of the others."""
         is_cuda = self._device.type == "cuda"
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         decoder = self._decoder(row.tile_batch, row.mode)
+        with torch.autocast(self._device.type, _DTYPE, enabled=row.is_autocast):
+            return self._run(row, decoder)
+
+    def _run(self, row: Row, decoder: WindowedDecoder) -> Measured:
+        is_cuda = self._device.type == "cuda"
         start_s = time.perf_counter()
         frames = self._frames(decoder)
         self._wait()
@@ -168,7 +176,7 @@ class Bench:
                 decoder.push(state, latent)
             clock.mark("end")
             spans_ms.append(clock.between_ms("begin", "end"))
-        if self._control is None:
+        if self._control is None and not row.is_autocast:
             self._control = frames
         # The spread of colours in ImageNet's normalisation is about 0.226 of white.
         apart = (frames - self._exact) * 0.226
@@ -179,7 +187,7 @@ class Bench:
             error_max=float(apart.abs().max()),
             psnr_db=round(float(-10 * apart.square().mean().clamp_min(1e-20).log10()), 2),
             peak_gib=torch.cuda.max_memory_allocated(self._device) / _GIB if is_cuda else None,
-            is_exact=torch.equal(frames, self._control),
+            is_exact=self._control is not None and torch.equal(frames, self._control),
         )
 
     def _wait(self) -> None:
@@ -204,22 +212,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorldStreamError as error:
         print(f"benchmarks.windowed: {error}", file=sys.stderr)
         return EXIT_USAGE
-    dtype = torch.bfloat16
     machine = describe_machine(device, commit=options.commit)
     vit = random_vit(_TINY if options.tiny else VitConfig(), device)
-    bench = Bench(vit, size, blocks=options.blocks, dropped=1)  # with fp32 blocks
-    vit.cast_blocks(dtype)
-    gc.collect()
+    bench = Bench(vit, size, blocks=options.blocks, dropped=1)
     tiles = plan_tiles(size.height_px, size.width_px, Tiling()).tile_count
     print(
         f"{size_name(size)}, {tiles} tiles, {machine.gpu or machine.cpu}\n{HEAD}", file=sys.stderr
     )
     records: list[dict[str, Any]] = []
-    control_ms = 0.0
-    for row in rows_for(tiles, min(options.tile_batch, tiles), with_tuned=options.tuned):
-        measured = bench.run(row)
-        control_ms = control_ms or measured.block.p50
-        print(measured.line(control_ms), file=sys.stderr, flush=True)
+
+    def tell(measured: Measured, control: Measured) -> None:
+        print(measured.line(control), file=sys.stderr, flush=True)
+        row = measured.row
         records.append(
             {
                 "name": "windowed_decoder",
@@ -229,11 +233,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "weights": "random",
                 "geometry": size_name(size),
                 "gpu_count": int(device.type == "cuda"),
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": "autocast" if row.is_autocast else str(_DTYPE).removeprefix("torch."),
                 "tile_count": tiles,
                 "tile_batch": row.tile_batch,
                 "compile": str(row.mode),
-                "ratio": round(control_ms / measured.block.p50, 3),
+                "gain": round(measured.gain(control), 3),
+                "gain_over_autocast": round(measured.gain(autocast), 3),
                 **{
                     key: value
                     for key, value in dataclasses.asdict(measured).items()
@@ -244,6 +249,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if options.record is not None:
             append_record(options.record, records[-1])
+
+    autocast = bench.run(AUTOCAST)
+    vit.cast_blocks(_DTYPE)
+    control, *others = rows_in_bf16(min(options.tile_batch, tiles), with_all=options.tuned)
+    first = bench.run(control)
+    tell(autocast, first)
+    tell(first, first)
+    for row in others:
+        tell(bench.run(row), first)
     print(json.dumps({"rows": records}))
     return EXIT_OK
 

@@ -54,7 +54,7 @@ def random_decoder(
         vit = Vit(VitConfig(layer_count=CAUSAL_LAYERS)).cast_blocks(dtype)
     vit = vit.to_empty(device=device)
     vit.reset_statistics()
-    _fill(vit)
+    fill(vit)
     return CausalVitDecoder(
         vit.eval().requires_grad_(False),
         height_px=height_px,
@@ -71,7 +71,7 @@ def random_encoder(kind: CodecKind, *, device: torch.device) -> ImageEncoder:
         network = H3Encoder(H3EncoderConfig())
     network = network.to_empty(device=device)
     network.reset_statistics()
-    _fill(network)
+    fill(network)
     return ImageEncoder(network.eval().requires_grad_(False))
 
 
@@ -103,7 +103,8 @@ def _tiny(dtype: torch.dtype, device: torch.device) -> TinyVae:
     return vae.cast(dtype).to(device).eval().requires_grad_(False)
 
 
-def _fill(network: nn.Module) -> None:
+def fill(network: nn.Module) -> None:
+    """Draw the parameters of a network, in place."""
     generator: torch.Generator | None = None
     for name, parameter in network.named_parameters():
         if generator is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from diffusers import AutoencoderKLMiniMaxH3Audio
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.folder import save_model
@@ -18,6 +18,9 @@ from engine.silence import TENSOR, silence_latents
 from engine.text import WordEncoder
 from engine.types import Action
 from tests.tiny import random_anchor, tiny_config, unpacked_model
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLMiniMaxH3Audio
 
 pytestmark = pytest.mark.cpu
 
@@ -31,6 +34,8 @@ STATISTICS = {
 
 @pytest.fixture(scope="module")
 def theirs() -> AutoencoderKLMiniMaxH3Audio:
+    from diffusers import AutoencoderKLMiniMaxH3Audio
+
     torch.manual_seed(3)
     return AutoencoderKLMiniMaxH3Audio(
         encoder_dim=2,
