@@ -1,4 +1,4 @@
-"""Command line: `worldstream` generate, replay, bench, serve.
+"""Command line: `worldstream` generate, replay, bench, encode, serve.
 
 Owns options, messages, exit codes: 0 ok, 1 failure, 2 bad usage or input, 3 environment (device,
 memory, weights), 130 stopped by Ctrl-C. Results go to stdout, progress and messages to stderr; a
@@ -24,6 +24,7 @@ from engine.errors import (
     UnsupportedError,
     WorldStreamError,
 )
+from stream.encode import Encode
 from stream.generate import Made, generate
 from stream.idle_threads import SHARED_SPIN_COUNT, set_spin_count
 from stream.jobs import (
@@ -367,6 +368,7 @@ Command = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Encode, tyro.conf.subcommand("encode")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
 )
 

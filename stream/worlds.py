@@ -23,6 +23,9 @@ from stream.weight_folder import Role, WeightFolder, look_through
 from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.config import Geometry
     from engine.engine import Engine
     from engine.memory import MemoryPlan
     from vae_stream.decoder import StreamingDecoder
@@ -70,14 +73,10 @@ class ModelCache:
             CheckpointError: weights are missing or damaged.
             DeviceError: the device or its memory does not suffice.
         """
-        if start.scene is not None:
-            scene = RendererWorld(start.scene, spec.geometry)
-            if spec.source == "renderer":
-                return scene
-            rgb_HWC = scene.first_picture()
-        else:
-            assert start.image is not None
-            rgb_HWC = torch.from_numpy(start.image.rgb_HWC)
+        if spec.source == "renderer":
+            assert start.scene is not None
+            return RendererWorld(start.scene, spec.geometry)
+        rgb_HWC = first_picture(start, spec.geometry)
         models = self._load(spec)
         with self._news.stage("first picture"):
             anchor_BCTHW = models.encoder.encode_image(rgb_HWC).float()
@@ -207,6 +206,18 @@ def _encoder(folder: WeightFolder | None, spec: WorldSpec, engine: Engine) -> Im
         return open_encoder(place, device=engine.device)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"picture encoder: {error}") from error
+
+
+def first_picture(start: Start, size: Geometry) -> Tensor:
+    """Picture that a world begins with, uint8 RGB [H, W, 3].
+
+    Raises:
+        ConfigError: unknown scene.
+    """
+    if start.scene is not None:
+        return RendererWorld(start.scene, size).first_picture()
+    assert start.image is not None
+    return torch.from_numpy(start.image.rgb_HWC)
 
 
 def default_prompt(start: Start) -> str:

@@ -56,6 +56,21 @@ def test_a_video_is_made_and_replayed_from_kept_encodings(
     assert "prompt encoder: none is beside the weights" in capsys.readouterr().err
 
 
+def test_prompts_are_encoded_ahead_of_a_world(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = ["--prompt-cache", str(tmp_path / "cache")]
+    start = ["--scene", "snow-ruins", *cache, "--preset", "tiny"]
+    ahead = ["encode", *start, "--prompt", "a meadow", "--prompt", "snow"]
+    assert main([*ahead, "--prompt-encoder", str(folder)]) == 2
+    assert "preset: 'tiny' has words of its own" in capsys.readouterr().err
+    assert main([*ahead, "--weights", str(folder)]) == 0
+    assert capsys.readouterr().out == "29 rows: a meadow\n25 rows: snow\n"
+    (folder / "text_encoder").rename(tmp_path / "elsewhere")
+    walk = ["--actions", "w*17", "--out", str(tmp_path / "a.mp4"), "--weights", str(folder)]
+    assert main(["generate", *start, *walk, "--prompt", "snow"]) == 0, capsys.readouterr().err
+
+
 def test_too_long_a_prompt_is_refused_with_the_limit(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
