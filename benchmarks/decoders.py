@@ -46,7 +46,7 @@ from vae_stream.vit import Vit, VitConfig
 
 EXIT_OK, EXIT_USAGE = 0, 2
 GEOMETRIES = "832x480,1344x768"
-_RELEASED = VitConfig(layer_count=24)
+RELEASED = VitConfig(layer_count=24)
 _TINY = VitConfig(layer_count=2, head_count=2, ffn_width=96)
 _COMPARED = 8
 """Latents whose pictures are compared: the ring fills, and wraps once."""
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     machine = describe_machine(device, commit=options.commit)
     rows = list(_rows(device, options.forms))
-    vit = random_vit(_TINY if options.tiny else _RELEASED, device)
+    vit = random_vit(_TINY if options.tiny else RELEASED, device)
     benches = [Bench(vit, size, calls=options.calls, dropped=5) for size in sizes]
     for bench in benches:  # with fp32 blocks
         bench.keep_exact(sorted({row.mode for row in rows}))

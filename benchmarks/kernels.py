@@ -95,7 +95,7 @@ def _measure(op: Op, case: Case, device: torch.device, copy_rate: float | None) 
     forms = (op.fused, op.reference, compile_module(op.reference))
     if device.type != "cuda":
         return dataclasses.replace(record, fused_us=_host_us(forms[0], given))
-    fused_us, plain_us, compiled_us = (_device_us(form, given) for form in forms)
+    fused_us, plain_us, compiled_us = (device_us(form, given) for form in forms)
     rate = op.bytes_moved(case) / (fused_us * 1e-6)
     return dataclasses.replace(
         record,
@@ -134,8 +134,8 @@ def _host_us(form: Callable[..., Any], given: dict[str, Any]) -> float:
     return (time.perf_counter() - start_s) * 1e6
 
 
-def _device_us(form: Callable[..., Any], given: dict[str, Any]) -> float:
-    """Median time of a call, from a graph of some."""
+def device_us(form: Callable[..., Any], given: dict[str, Any]) -> float:
+    """Return the median time of a call on CUDA, from a graph of some."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -161,7 +161,7 @@ def _copy_rate(device: torch.device) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / (_device_us(target.copy_, {"other": source}) * 1e-6)
+    return 2 * _COPIED_BYTES / (device_us(target.copy_, {"other": source}) * 1e-6)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from graphs.runner import GraphRunner
 from vae_stream.causal_vit.places import (
     CallKind,
     CausalConfig,
+    Moment,
     frequencies,
     moment,
     plan_windows,
@@ -116,7 +117,7 @@ def split_rows(x_RD: Tensor) -> Tensor:
 
 
 def _enter(z_CFHW: Tensor, edges: _Edges, layer: _Layer, eps: float) -> tuple[Tensor, Tensor]:
-    """Return rows and the first layer's q, k, v of them."""
+    """Return rows and the first layer's q, k, v of them, without bias."""
     z_RF = rearrange(z_CFHW, "latent channel row col -> (latent row col) channel")
     z_RF = z_RF * edges.std_F + edges.mean_F
     z_RF = F.linear(z_RF, edges.post_quant_weight, edges.post_quant_bias)
@@ -127,7 +128,7 @@ def _enter(z_CFHW: Tensor, edges: _Edges, layer: _Layer, eps: float) -> tuple[Te
 def _between(
     x_RD: Tensor, o_RD: Tensor, layer: _Layer, following: _Layer, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Finish a layer whose attention gave `o_RD`; return rows and the next q, k, v."""
+    """Finish a layer whose attention gave `o_RD`; rows, and the next q, k, v without bias."""
     x_RD = _finish(x_RD, o_RD, layer, eps)
     return x_RD, _project(x_RD, following, eps)
 
@@ -150,17 +151,19 @@ def _paint(rows_RP: Tensor, bias_P: Tensor, height: int, width: int) -> Tensor:
 
 
 def _finish(x_RD: Tensor, o_RD: Tensor, layer: _Layer, eps: float) -> Tensor:
-    o_RD = F.linear(o_RD, layer.out_weight, layer.out_bias)
-    x_RD = x_RD + o_RD.float() * layer.scale1_D
+    # Biases are added by what follows a product: the compiler would first spread them over it.
+    o_RD = F.linear(o_RD, layer.out_weight)
+    x_RD = x_RD + (o_RD.float() + layer.out_bias) * layer.scale1_D
     n_RD = _normed(x_RD, layer.norm2_D, layer.up_weight.dtype, eps)
-    gate_RG, value_RG = F.linear(n_RD, layer.up_weight, layer.up_bias).chunk(2, dim=-1)
-    down_RD = F.linear(value_RG * F.silu(gate_RG), layer.down_weight, layer.down_bias)
-    return x_RD + down_RD.float() * layer.scale2_D
+    up_RG = F.linear(n_RD, layer.up_weight) + layer.up_bias
+    gate_RG, value_RG = up_RG.chunk(2, dim=-1)
+    down_RD = F.linear(value_RG * F.silu(gate_RG), layer.down_weight)
+    return x_RD + (down_RD.float() + layer.down_bias) * layer.scale2_D
 
 
 def _project(x_RD: Tensor, layer: _Layer, eps: float) -> Tensor:
     n_RD = _normed(x_RD, layer.norm1_D, layer.qkv_weight.dtype, eps)
-    return F.linear(n_RD, layer.qkv_weight, layer.qkv_bias)
+    return F.linear(n_RD, layer.qkv_weight)
 
 
 def _normed(x_RD: Tensor, weight_D: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
@@ -192,7 +195,7 @@ class FusedCalls:
         config, device = vit.config, vit.register_tokens.device
         self._config, self._causal, self._runner = config, causal, runner
         self._size = height, width
-        self._plans = tuple(
+        self.plans = tuple(
             plan_windows(height, width, shift, network=config, causal=causal, device=device)
             for shift in (0, causal.window // 2)
         )
@@ -237,27 +240,60 @@ class FusedCalls:
             self._runner.close()
 
     def _call(self, buffers: RingBuffers, kind: CallKind) -> Tensor:
-        config, edges, layers = self._config, self._edges, self._layers
-        now = self._moment(
-            buffers.clock_2, kind, self._plans, self._frequency_A,
-            time_span=self._causal.time_span, suffix_rows=config.suffix_count,
-        )  # fmt: skip
-        latents_CFHW = buffers.latents_CFHW[: kind.latents]
-        x_RD, qkv_RF = self._enter(latents_CFHW, edges, layers[0], config.eps)
-        for index, layer in enumerate(layers):
-            shifted = index % 2
+        now = self.moment(buffers.clock_2, kind)
+        x_RD, qkv_RF = self.enter(buffers.latents_CFHW[: kind.latents])
+        last = len(self._layers) - 1
+        for index in range(last + 1):
             ring = buffers.keys_LSRD[index], buffers.values_LSRD[index]
-            q_RD, last_key_RD, last_value_RD = place(
-                qkv_RF, *now.tables[shifted], now.own_C, *ring, config.head_count, config.eps
-            )
-            plan = self._plans[shifted]
-            o_RD = attend(
-                q_RD, *ring, last_key_RD, last_value_RD, now.slots_S, now.count_1, plan.token_WJ,
-                plan.size_W, config.head_count,
-            )  # fmt: skip
-            if index + 1 < len(layers):
-                x_RD, qkv_RF = self._between(x_RD, o_RD, layer, layers[index + 1], config.eps)
-        rows_RD = self._leave(x_RD, o_RD, layers[-1], edges, config.eps)
+            placed = self.place(index, qkv_RF, ring, now)
+            o_RD = self.attend(index, placed, ring, now)
+            if index < last:
+                x_RD, qkv_RF = self.between(index, x_RD, o_RD)
+        return self.leave(x_RD, o_RD)
+
+    def moment(self, clock_2: Tensor, kind: CallKind) -> Moment:
+        """Slots and tables of a call, see `places.moment`."""
+        return self._moment(
+            clock_2, kind, self.plans, self._frequency_A, time_span=self._causal.time_span,
+            suffix_rows=self._config.suffix_count,
+        )  # fmt: skip
+
+    def enter(self, z_CFHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of latents, and the first layer's q, k, v of them without bias."""
+        return self._enter(z_CFHW, self._edges, self._layers[0], self._config.eps)
+
+    def place(
+        self, layer: int, qkv_RF: Tensor, ring: tuple[Tensor, Tensor], now: Moment
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Put keys and values into the ring of a layer; q, and k and v of the suffix."""
+        return place(
+            qkv_RF, self._layers[layer].qkv_bias, *now.tables[layer % 2], now.own_C, *ring,
+            self._config.head_count, self._config.eps,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        layer: int,
+        placed: tuple[Tensor, Tensor, Tensor],
+        ring: tuple[Tensor, Tensor],
+        now: Moment,
+    ) -> Tensor:
+        """Attention of a layer over its ring."""
+        (q_RD, last_key_RD, last_value_RD), plan = placed, self.plans[layer % 2]
+        return attend(
+            q_RD, *ring, last_key_RD, last_value_RD, now.slots_S, now.count_1, plan.token_WJ,
+            plan.size_W, self._config.head_count,
+        )  # fmt: skip
+
+    def between(self, layer: int, x_RD: Tensor, o_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows after a layer, and the next one's q, k, v of them without bias."""
+        layers = self._layers
+        return self._between(x_RD, o_RD, layers[layer], layers[layer + 1], self._config.eps)
+
+    def leave(self, x_RD: Tensor, o_RD: Tensor) -> Tensor:
+        """Frames of what the last attention gave."""
+        edges = self._edges
+        rows_RD = self._leave(x_RD, o_RD, self._layers[-1], edges, self._config.eps)
         if edges.head.dtype == torch.bfloat16:
             rows_RP = torch.mm(rows_RD, edges.head.T, out_dtype=torch.float32)
         else:

@@ -4,10 +4,11 @@
     attend  rows of a call over the ring: each token over its own window in the latents that are
             seen, and the suffix; the suffix over everything, itself once
 
-n = x rsqrt(mean x^2 + eps) over a head; for j < A r_j = n_j cos_j - n_{j+A} sin_j and r_{j+A} =
-n_{j+A} cos_j + n_j sin_j; channels from 2A on pass. Attention is softmax(q k / sqrt(K)) v with
-fp32 sums and logits; weights are rounded to the dtype of v before their product. The slots to read
-and their number are tensors, so that a recorded call serves every moment of a stream.
+With x as projected and its bias, n = x rsqrt(mean x^2 + eps) over a head; for j < A
+    r_j = n_j cos_j - n_{j+A} sin_j   and   r_{j+A} = n_{j+A} cos_j + n_j sin_j;
+channels from 2A on pass. Attention is softmax(q k / sqrt(K)) v with fp32 sums and logits; weights
+are rounded to the dtype of v before their product. The slots to read and their number are tensors,
+so that a recorded call serves every moment of a stream.
 Rows are dense [R, D] with D = heads x K; the qkv of a head lie side by side. K and A as in
 `vae_stream.vit` (64 and 24). Owns the operators; `window_attention_triton` has the kernels.
 
@@ -40,6 +41,7 @@ def kernels_run_on(device: torch.device) -> bool:
 @torch.library.custom_op("worldstream::vit_place", mutates_args=("key_SRD", "value_SRD"))
 def place(
     qkv_RF: Tensor,
+    bias_F: Tensor,
     cos_RA: Tensor,
     sin_RA: Tensor,
     own_C: Tensor,
@@ -51,7 +53,8 @@ def place(
     """Write k and v of the tokens into the ring.
 
     Args:
-        qkv_RF: as projected.
+        qkv_RF: as projected, without the bias.
+        bias_F: of the projection.
         cos_RA: fp32 cosines.
         sin_RA: fp32 sines.
         own_C: int64 slots of the call's latents.
@@ -69,19 +72,21 @@ def place(
     rows, channels = qkv_RF.shape[0], key_SRD.shape[2]
     tables = (rows, cos_RA.shape[1])
     _require("place", qkv_RF, key_SRD.dtype, (rows, 3 * channels), "qkv")
+    _require("place", bias_F, key_SRD.dtype, (3 * channels,), "bias")
     _require("place", value_SRD, key_SRD.dtype, tuple(key_SRD.shape), "value")
     _require("place", cos_RA, torch.float32, tables, "cos")
     _require("place", sin_RA, torch.float32, tables, "sin")
     _require("place", own_C, torch.int64, (own_C.shape[0],), "own")
     _require("place", key_SRD, key_SRD.dtype, tuple(key_SRD.shape), "key")
     return window_attention_triton.place(
-        qkv_RF, cos_RA, sin_RA, own_C, key_SRD, value_SRD, heads, eps
+        qkv_RF, bias_F, cos_RA, sin_RA, own_C, key_SRD, value_SRD, heads, eps
     )
 
 
 @place.register_fake
 def _(
     qkv_RF: Tensor,
+    bias_F: Tensor,
     cos_RA: Tensor,
     sin_RA: Tensor,
     own_C: Tensor,

@@ -32,15 +32,20 @@ class Tile(NamedTuple):
 
 
 TILE = Tile(queries=128, keys=64, warps=4, stages=3)
-_SUFFIX_KEYS = 128
 _LAST_ROWS = 16
 """Rows of a product at least; the suffix has five."""
 
 
 @triton.jit
+def _biased(source_ptr, bias_ptr, at, mask):
+    x = tl.load(source_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return x + tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _place_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, own_ptr, q_ptr, key_ptr, value_ptr, last_key_ptr, last_value_ptr,
-    tokens, latents, eps,
+    qkv_ptr, bias_ptr, cos_ptr, sin_ptr, own_ptr, q_ptr, key_ptr, value_ptr, last_key_ptr,
+    last_value_ptr, tokens, latents, eps,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, WIDTH: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -60,10 +65,11 @@ def _place_kernel(
     in_ring = (slot * tokens + row % tokens) * HEADS * WIDTH + channel
     in_last = (row - tokens * latents) * HEADS * WIDTH + channel
     source = qkv_ptr + row * 3 * HEADS * WIDTH + head * 3 * WIDTH
+    bias_ptr += head * 3 * WIDTH
 
     for part in tl.static_range(2):
-        x = tl.load(source + part * WIDTH + at, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(source + part * WIDTH + partner, mask=mask & turns, other=0.0).to(tl.float32)
+        x = _biased(source, bias_ptr, part * WIDTH + at, mask)
+        y = _biased(source, bias_ptr, part * WIDTH + partner, mask & turns)
         inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)[:, None]
         turned = (x * inverse_rms * cos + y * inverse_rms * sin).to(kind)
         if part == 0:
@@ -71,7 +77,7 @@ def _place_kernel(
         else:
             tl.store(key_ptr + in_ring, turned, mask=mask & is_token)
             tl.store(last_key_ptr + in_last, turned, mask=mask & (row >= tokens * latents))
-    value = tl.load(source + 2 * WIDTH + at, mask=mask, other=0.0)
+    value = _biased(source, bias_ptr, 2 * WIDTH + at, mask).to(kind)
     tl.store(value_ptr + in_ring, value, mask=mask & is_token)
     tl.store(last_value_ptr + in_last, value, mask=mask & (row >= tokens * latents))
 
@@ -124,18 +130,42 @@ def _folded_window(
 
 
 @triton.jit
-def _window_kernel(
+def _attend_kernel(
     q_ptr, key_ptr, value_ptr, last_key_ptr, last_value_ptr, slots_ptr, count_ptr, token_ptr,
-    size_ptr, out_ptr, tokens, scale,
+    size_ptr, out_ptr, acc_ptr, best_ptr, total_ptr, tokens, scale,
     LATENTS: tl.constexpr, PLACES: tl.constexpr, SUFFIX: tl.constexpr, WIDTH: tl.constexpr,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    head, window = tl.program_id(1), tl.program_id(2)
+    """A block of a window's queries; or, in the first block of each, the suffix over that window.
+
+    Of the suffix that is a part of its softmax. In the first window it sees itself, too.
+    """
+    block, head, window = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     size = tl.load(size_ptr + window)
-    begin = tl.program_id(0) * QUERIES
-    if begin < LATENTS * size:
-        token_ptr += window * PLACES
-        query, at = begin + tl.arange(0, QUERIES), tl.arange(0, WIDTH)
+    count = tl.load(count_ptr).to(tl.int32)
+    token_ptr += window * PLACES
+    at = tl.arange(0, WIDTH)
+    begin = (block - 1) * QUERIES
+    if block == 0:
+        last = tl.arange(0, ROWS)
+        source = (LATENTS * tokens + last).to(tl.int64)[:, None] * D + head * WIDTH + at[None, :]
+        q = tl.load(q_ptr + source, mask=(last < SUFFIX)[:, None], other=0.0)
+        best = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        best, total, acc = _folded_window(
+            q, key_ptr, value_ptr, slots_ptr, count, token_ptr, size, tokens, head, scale, best,
+            total, acc, WIDTH, D, KEYS)  # fmt: skip
+        if window == 0:
+            best, total, acc = _folded_last(
+                q, last_key_ptr, last_value_ptr, head, scale, best, total, acc, WIDTH, D, SUFFIX,
+                ROWS)  # fmt: skip
+        part = (window * tl.num_programs(1) + head) * ROWS + last
+        tl.store(best_ptr + part, best)
+        tl.store(total_ptr + part, total)
+        tl.store(acc_ptr + part[:, None] * WIDTH + at[None, :], acc)
+    elif begin < LATENTS * size:
+        query = begin + tl.arange(0, QUERIES)
         is_query = query < LATENTS * size
         token = tl.load(token_ptr + query % size, mask=is_query, other=0)
         row = (query // size).to(tl.int64) * tokens + token
@@ -147,42 +177,11 @@ def _window_kernel(
         best, total, acc = _folded_last(
             q, last_key_ptr, last_value_ptr, head, scale, best, total, acc, WIDTH, D, SUFFIX, ROWS
         )
-        count = tl.load(count_ptr).to(tl.int32)
         best, total, acc = _folded_window(
             q, key_ptr, value_ptr, slots_ptr, count, token_ptr, size, tokens, head, scale, best,
             total, acc, WIDTH, D, KEYS)  # fmt: skip
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offset, out, mask=is_query[:, None])
-
-
-@triton.jit
-def _suffix_kernel(
-    q_ptr, key_ptr, value_ptr, last_key_ptr, last_value_ptr, slots_ptr, count_ptr, token_ptr,
-    size_ptr, acc_ptr, best_ptr, total_ptr, tokens, scale,
-    LATENTS: tl.constexpr, PLACES: tl.constexpr, SUFFIX: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The suffix over one window: a part of its softmax; the first window has the suffix itself."""
-    head, window = tl.program_id(0), tl.program_id(1)
-    row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    source = (LATENTS * tokens + row).to(tl.int64)[:, None] * D + head * WIDTH + at[None, :]
-    q = tl.load(q_ptr + source, mask=(row < SUFFIX)[:, None], other=0.0)
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    size = tl.load(size_ptr + window)
-    count = tl.load(count_ptr).to(tl.int32)
-    best, total, acc = _folded_window(
-        q, key_ptr, value_ptr, slots_ptr, count, token_ptr + window * PLACES, size, tokens, head,
-        scale, best, total, acc, WIDTH, D, KEYS)  # fmt: skip
-    if window == 0:
-        best, total, acc = _folded_last(
-            q, last_key_ptr, last_value_ptr, head, scale, best, total, acc, WIDTH, D, SUFFIX, ROWS
-        )
-    part = (window * tl.num_programs(0) + head) * ROWS + row
-    tl.store(best_ptr + part, best)
-    tl.store(total_ptr + part, total)
-    tl.store(acc_ptr + part[:, None] * WIDTH + at[None, :], acc)
 
 
 @triton.jit
@@ -211,7 +210,7 @@ def _merge_kernel(
 
 
 def place(
-    qkv_RF: Tensor, cos_RA: Tensor, sin_RA: Tensor, own_C: Tensor, key_SRD: Tensor,
+    qkv_RF: Tensor, bias_F: Tensor, cos_RA: Tensor, sin_RA: Tensor, own_C: Tensor, key_SRD: Tensor,
     value_SRD: Tensor, heads: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch; see `window_attention`."""
@@ -221,9 +220,9 @@ def place(
     last_key_RD = qkv_RF.new_empty(rows - tokens * latents, key_SRD.shape[2])
     last_value_RD = torch.empty_like(last_key_RD)
     _place_kernel[(rows,)](
-        qkv_RF, cos_RA, sin_RA, own_C, q_RD, key_SRD, value_SRD, last_key_RD, last_value_RD,
-        tokens, latents, eps, HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads), WIDTH=width,
-        ANGLES=cos_RA.shape[1], num_warps=4,
+        qkv_RF, bias_F, cos_RA, sin_RA, own_C, q_RD, key_SRD, value_SRD, last_key_RD,
+        last_value_RD, tokens, latents, eps, HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads), WIDTH=width, ANGLES=cos_RA.shape[1], num_warps=4,
     )  # fmt: skip
     return q_RD, last_key_RD, last_value_RD
 
@@ -239,20 +238,14 @@ def attend(
     latents, width = (q_RD.shape[0] - suffix) // tokens, channels // heads
     scale = width**-0.5 * _LOG2_E
     out_RD = torch.empty_like(q_RD)
-    common = {"LATENTS": latents, "PLACES": places, "SUFFIX": suffix, "WIDTH": width, "D": channels,
-              "ROWS": _LAST_ROWS}  # fmt: skip
-    sources = (q_RD, key_SRD, value_SRD, last_key_RD, last_value_RD, slots_S, count_1, token_WJ,
-               size_W)  # fmt: skip
-    _window_kernel[(triton.cdiv(latents * places, tile.queries), heads, windows)](
-        *sources, out_RD, tokens, scale, **common, QUERIES=tile.queries, KEYS=tile.keys,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
     parts = q_RD.new_empty((windows, heads, _LAST_ROWS, width + 2), dtype=torch.float32).view(-1)
     count = windows * heads * _LAST_ROWS
     acc, best, total = parts.split([count * width, count, count])
-    _suffix_kernel[(heads, windows)](
-        *sources, acc, best, total, tokens, scale, **common, KEYS=_SUFFIX_KEYS, num_warps=4,
-        num_stages=3,
+    _attend_kernel[(1 + triton.cdiv(latents * places, tile.queries), heads, windows)](
+        q_RD, key_SRD, value_SRD, last_key_RD, last_value_RD, slots_S, count_1, token_WJ, size_W,
+        out_RD, acc, best, total, tokens, scale, LATENTS=latents, PLACES=places, SUFFIX=suffix,
+        WIDTH=width, D=channels, QUERIES=tile.queries, KEYS=tile.keys, ROWS=_LAST_ROWS,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _merge_kernel[(heads,)](
         acc, best, total, out_RD, windows, latents * tokens, SUFFIX=suffix, WIDTH=width,

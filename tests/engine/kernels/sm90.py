@@ -20,17 +20,20 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 
 
 @contextmanager
-def _recorded() -> Iterator[list[tuple[JITFunction, dict[str, Any], int]]]:
-    launches: list[tuple[JITFunction, dict[str, Any], int]] = []
+def _recorded() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, int]]]]:
+    launches: list[tuple[JITFunction, dict[str, Any], dict[str, int]]] = []
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        warps = options.pop("num_warps", 4)
+        names = ("num_warps", "num_stages")
+        settings = {name: options.pop(name) for name in names if name in options}
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
-        launches.append((kernel, given, warps))
+        launches.append((kernel, given, settings))
 
     original = JITFunction.run
     JITFunction.run = record
@@ -47,7 +50,7 @@ def compiled_launches(launch: Callable[[], Any]) -> list[Any]:
     return [_compiled(*each) for each in launches]
 
 
-def _compiled(kernel: JITFunction, given: dict[str, Any], warps: int) -> Any:
+def _compiled(kernel: JITFunction, given: dict[str, Any], settings: dict[str, int]) -> Any:
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -66,4 +69,4 @@ def _compiled(kernel: JITFunction, given: dict[str, Any], warps: int) -> Any:
         else:
             signature[parameter.name] = "fp32"
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=TARGET, options={"num_warps": warps})
+    return triton.compile(source, target=TARGET, options=settings)

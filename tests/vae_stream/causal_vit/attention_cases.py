@@ -72,7 +72,7 @@ def complaints(case: AttentionCase, device: torch.device) -> list[str]:
         values = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
         return values.to(dtype)
 
-    qkv_RF = random(rows, 3 * network.width) * 3
+    qkv_RF, bias_F = random(rows, 3 * network.width) * 3, random(3 * network.width)
     ring = [random(RING_SLOTS, tokens, network.width) for _ in "kv"]
     angle_RA = random(rows, 24, dtype=torch.float32)
     cos_RA, sin_RA = angle_RA.cos(), angle_RA.sin()
@@ -80,7 +80,7 @@ def complaints(case: AttentionCase, device: torch.device) -> list[str]:
     placed = [each.clone() for each in ring]
     own_C = torch.tensor(own, device=device)
     q_RD, last_key_RD, last_value_RD = window_attention.place(
-        qkv_RF, cos_RA, sin_RA, own_C, *placed, case.heads, network.eps
+        qkv_RF, bias_F, cos_RA, sin_RA, own_C, *placed, case.heads, network.eps
     )
     padded = (*case.slots, *([0] * (RING_SLOTS - len(case.slots))))
     out_RD = window_attention.attend(
@@ -89,7 +89,8 @@ def complaints(case: AttentionCase, device: torch.device) -> list[str]:
     )  # fmt: skip
 
     def plainly(dtype: torch.dtype) -> list[Tensor]:
-        q_RNK, k_RNK, v_RNK = qkv_RF.unflatten(-1, (case.heads, 3, 64)).unbind(-2)
+        biased_RF = qkv_RF.to(dtype) + bias_F.to(dtype)
+        q_RNK, k_RNK, v_RNK = biased_RF.unflatten(-1, (case.heads, 3, 64)).unbind(-2)
         q_RNK, k_RNK = (
             rotate(F.rms_norm(each.float(), (64,), eps=network.eps)[None], cos_RA[:, None],
                    sin_RA[:, None])[0].to(dtype)
@@ -97,7 +98,7 @@ def complaints(case: AttentionCase, device: torch.device) -> list[str]:
         )  # fmt: skip
         rings = [each.clone().to(dtype) for each in ring]
         last = []
-        for ring_SRD, rows_RNK in zip(rings, (k_RNK, v_RNK.to(dtype)), strict=True):
+        for ring_SRD, rows_RNK in zip(rings, (k_RNK, v_RNK), strict=True):
             ring_SRD[list(own)] = rows_RNK[:-SUFFIX].unflatten(0, (-1, tokens)).flatten(2)
             last.append(rows_RNK[-SUFFIX:])
         seen = [each[list(case.slots)].unflatten(-1, (case.heads, 64)) for each in rings]

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tests.vae_stream.h3_tiny import random_vit
-from vae_stream.causal_vit import CausalVitDecoder, Form, window_attention
+from vae_stream.causal_vit import CausalConfig, CausalVitDecoder, Form, window_attention
 from vae_stream.causal_vit.fused import split_head, split_rows
+from vae_stream.causal_vit.places import plan_windows
+from vae_stream.vit import VitConfig
 
 pytestmark = pytest.mark.cpu
 
@@ -28,6 +30,35 @@ def test_a_form_that_the_device_has_not_is_refused(form: Form) -> None:
         CausalVitDecoder(random_vit(), height_px=32, width_px=32, form=form)
 
 
+def test_kernels_compile_for_an_h200() -> None:
+    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
+    kernels = pytest.importorskip("vae_stream.causal_vit.window_attention_triton")
+    heads, height, width = 32, 30, 52
+    plan = plan_windows(height, width, 0, network=VitConfig(), causal=CausalConfig())
+    rows, channels = height * width + 5, 64 * heads
+    qkv_RF = torch.zeros(rows, 3 * channels, dtype=torch.bfloat16)
+    ring = (torch.zeros(6, height * width, channels, dtype=torch.bfloat16),) * 2
+    table, numbers = torch.zeros(rows, 24), torch.zeros(6, dtype=torch.int64)
+    placed = qkv_RF[:, :channels].contiguous(), qkv_RF[:5, :channels].contiguous()
+
+    (place,) = sm90.compiled_launches(
+        lambda: kernels.place(qkv_RF, qkv_RF[0], table, table, numbers[:1], *ring, heads, 1e-5)
+    )
+    attend, _ = sm90.compiled_launches(
+        lambda: kernels.attend(
+            placed[0], *ring, placed[1], placed[1], numbers, numbers[:1], plan.token_WJ,
+            plan.size_W, heads,
+        )
+    )  # fmt: skip
+
+    assert ".v4.b32" in place.asm["ptx"]
+    # Products on tensor cores, from tiles that are copied while others are computed; two programs
+    # fit an SM.
+    assert "wgmma.mma_async" in attend.asm["ptx"]
+    assert "cp.async.cg" in attend.asm["ptx"]
+    assert attend.metadata.shared <= 110 * 1024
+
+
 def test_a_cpu_decodes_plainly() -> None:
     assert CausalVitDecoder(random_vit(), height_px=32, width_px=32).form == Form.PLAIN
 
@@ -37,5 +68,13 @@ def test_kernels_refuse_a_cpu() -> None:
     tables = torch.zeros(9, 24)
     with pytest.raises(ValueError, match="place: qkv is on cpu; allowed: cuda"):
         window_attention.place(
-            rows, tables, tables, torch.zeros(1, dtype=torch.int64), ring, ring.clone(), 1, 1e-5
+            rows,
+            rows[0],
+            tables,
+            tables,
+            torch.zeros(1, dtype=torch.int64),
+            ring,
+            ring.clone(),
+            1,
+            1e-5,
         )
