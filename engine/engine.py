@@ -23,7 +23,7 @@ from engine.checkpoint.reading import OnLoad
 from engine.clock import new_clock
 from engine.config import EngineConfig, Geometry, ModelConfig
 from engine.core import CoreOptions, RolloutCore
-from engine.device import DtypeChoice, within_memory
+from engine.device import DtypeChoice, send, within_memory
 from engine.errors import ConfigError, StateError, UnsupportedError
 from engine.kv_cache import PackedCache
 from engine.loading import ModelParts, pretrained_parts, random_parts
@@ -308,10 +308,10 @@ class Engine:
         def make() -> Tensor:
             return core.denoise(
                 rollout.core,
-                draws.noise_BCTHW.to(self.device),
-                [noise.to(self.device) for noise in draws.step_noise],
+                send(draws.noise_BCTHW, self.device),
+                [send(noise, self.device) for noise in draws.step_noise],
                 views_BT44,
-                leading_BCTHW=None if leading_BCTHW is None else leading_BCTHW.to(self.device),
+                leading_BCTHW=None if leading_BCTHW is None else send(leading_BCTHW, self.device),
                 on_step=lambda step: clock.mark(f"step_{step}"),
             )
 

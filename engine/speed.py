@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +26,12 @@ from engine.errors import ConfigError, UnsupportedError
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
 from engine.model.packed_linear import can_pack, pack_blocks
 from graphs.capture import CudaCapture
-from graphs.compile import compile_module, keep_compiled_code
+from graphs.compile import compile_module, compile_region, keep_compiled_code
 from graphs.runner import GraphRunner
 
 _log = logging.getLogger(__name__)
+
+_Half = Callable[..., Any]
 
 CACHE_FOLDER = Path("~/.cache/worldstream")
 """What may be lost: compiled code, measured choices."""
@@ -106,10 +110,12 @@ def speed_parts(
         if can_pack(device):
             pack_blocks(model, model.config.rows_per_chunk)
     elif config.compile == "blocks":
-        block_ops = CompiledBlockOps(model)
+        block_ops = HalvesBlockOps(model, compile_module)
         ops = PlacementOps(place=compile_module(place), turn=compile_module(turn))
     else:
-        ops = PlacementOps()  # a compiler fuses multiply-adds, and takes products as they are
+        # A compiler fuses multiply-adds, and takes products as they are.
+        block_ops = HalvesBlockOps(model, compile_region)
+        ops = PlacementOps(place=compile_region(place), turn=compile_region(turn))
     if config.kernels != "off":
         from engine.fused_ops import fused_block_ops
 
@@ -163,13 +169,18 @@ def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) ->
     )
 
 
-class CompiledBlockOps(PlainBlockOps):
-    """The halves of a block compiled, each once for all blocks."""
+class HalvesBlockOps(PlainBlockOps):
+    """The halves of a block, each compiled once for all blocks: by itself, or within the pass.
 
-    def __init__(self, model: MiniMaxH3Transformer) -> None:
+    Args:
+        model: whose blocks they are.
+        compiling: `compile_module` or `compile_region`.
+    """
+
+    def __init__(self, model: MiniMaxH3Transformer, compiling: Callable[[_Half], _Half]) -> None:
         super().__init__(model)
-        self._project = compile_module(TransformerBlock.project)
-        self._finish = compile_module(TransformerBlock.finish)
+        self._project = compiling(TransformerBlock.project)
+        self._finish = compiling(TransformerBlock.finish)
 
     def project(
         self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
