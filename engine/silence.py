@@ -14,6 +14,7 @@ import inspect
 import json
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,12 @@ def _encode(path: Path, files: list[Path], config: ModelConfig) -> Tensor:
         ) from error
     settings = _settings(path)
     known = set(inspect.signature(AutoencoderKLMiniMaxH3Audio.__init__).parameters) - {"self"}
-    autoencoder = AutoencoderKLMiniMaxH3Audio(
-        **{name: value for name, value in settings.items() if name in known}
-    )
+    with warnings.catch_warnings():
+        # The class is built from a form of weight norm that torch calls old.
+        warnings.simplefilter("ignore", FutureWarning)
+        autoencoder = AutoencoderKLMiniMaxH3Audio(
+            **{name: value for name, value in settings.items() if name in known}
+        )
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     try:
         autoencoder.load_state_dict(tensors)
