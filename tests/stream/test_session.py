@@ -11,9 +11,12 @@ from stream.renderer import RendererWorld
 from stream.session import ModelWorld, Session
 from stream.world_spec import Start
 from stream.worlds import default_prompt
+from tests.vae_stream.h3_tiny import random_vit
+from vae_stream.causal_vit import CausalVitDecoder, Mode
 from vae_stream.decoder import DecoderState, FrameChunk
 from vae_stream.taehv import TinyVae, TinyVaeConfig
 from vae_stream.tiny_decoder import TinyDecoder
+from vae_stream.vit import VitConfig
 
 pytestmark = pytest.mark.cpu
 
@@ -185,6 +188,63 @@ def test_a_decoder_takes_over_at_the_border_of_a_chunk(engine: Engine) -> None:
 
     assert [each.latent_index for each in portions] == list(range(10))
     assert world.lookahead_latents == 0
+
+
+def _causal(engine: Engine, mode: Mode) -> CausalVitDecoder:
+    size = engine.model_config.geometry
+    vit = random_vit(VitConfig(layer_count=2, head_count=1, ffn_width=32))
+    return CausalVitDecoder(vit, height_px=size.height_px, width_px=size.width_px, mode=mode)
+
+
+def _causal_world(engine: Engine, mode: Mode) -> ModelWorld:
+    world = _world(engine, TinyDecoder)
+    Session(world, prompt="a lake", seed=0)
+    world.swap_decoder(_causal(engine, mode))
+    return world
+
+
+def test_pairs_of_latents_cross_the_border_of_chunks(engine: Engine) -> None:
+    world = _causal_world(engine, Mode.PAIR)
+    session = Session(world, prompt="a lake", seed=0)
+    chunks = [list(session.step(FORWARD)) for _ in range(3)] + [list(session.finish())]
+    assert [len(portions) for portions in chunks] == [4, 6, 4, 1]
+    made = [portion for portions in chunks for portion in portions]
+    assert [each.latent_index for each in made] == list(range(15))
+    assert [len(each.frames_THWC) for each in made] == [*FRAMES_PER_LATENT] * 3
+
+
+def test_a_chunk_shows_with_its_last_latent_in_the_default_mode(engine: Engine) -> None:
+    world = _causal_world(engine, Mode.HYBRID_A3)
+    assert world.lookahead_latents == 0
+    session = Session(world, prompt="a lake", seed=0)
+    for _ in range(3):
+        assert len(_frames(session)) == 17
+    assert list(session.finish()) == []
+
+
+@pytest.mark.parametrize("mode", [Mode.PAIR, Mode.HYBRID_A3])
+def test_a_causal_decoder_comes_back_with_its_world(engine: Engine, mode: Mode) -> None:
+    world = _causal_world(engine, mode)
+    session = Session(world, prompt="a lake", seed=0)
+    for _ in range(3):  # an odd number of latents, one of which waits
+        _frames(session)
+    state, digest = world.state(), session.digest.hex()
+    expected = _frames(session)
+    other = Session(world, prompt="a lake", seed=0)
+    other.resume(state, chunk_index=3, digest=digest)
+    assert torch.equal(_frames(other), expected)
+
+
+def test_a_causal_decoder_takes_over_in_the_middle(engine: Engine) -> None:
+    world = _world(engine, TinyDecoder)
+    session = Session(world, prompt="a lake", seed=0)
+    portions = list(session.step(FORWARD))
+    portions += world.swap_decoder(_causal(engine, Mode.PAIR))
+    portions += session.step(FORWARD)
+    portions += world.swap_decoder(_decoder(engine, TinyDecoder))
+    portions += session.step(FORWARD)
+    assert [each.latent_index for each in portions] == list(range(15))
+    assert [each.first_frame for each in portions][-5:] == [34, 35, 39, 43, 47]
 
 
 def test_a_world_of_latents_takes_no_decoder(engine: Engine) -> None:

@@ -143,6 +143,22 @@ def test_damaged_weights_end_the_worker_with_a_reason(tmp_path: Path) -> None:
     api.close()
 
 
+class LateWorlds(PaintedWorlds):
+    """Source of a world whose frames wait for a chunk that nobody has steered yet."""
+
+    def __init__(self, spec: WorldSpec, news: LoadNews) -> None:
+        super().__init__(spec, news)
+        self._world.lookahead_latents = 2
+
+
+def test_a_decoder_that_looks_ahead_is_refused_for_play(tmp_path: Path) -> None:
+    api = Api(tmp_path, LateWorlds)
+    failed = api.wait(Failed)
+    assert (failed.code, failed.is_fatal) == (FailureCode.LOAD_FAILED, True)
+    assert "wait for 2 latents of the next chunk" in failed.detail
+    api.close()
+
+
 def test_the_first_picture_comes_before_anything_is_made(api: Api) -> None:
     api.start(is_paused=True)
     first = api.wait(FrameReady)
