@@ -80,6 +80,8 @@ class Qwen3VlEncoder:
             with self._reader(on_progress) as reader:
                 for name, unit in self._units.items():
                     self._fill(name, unit, reader)
+        if self._stream is not None:  # it reads what another stream has written
+            torch.cuda.synchronize(self.device)
 
     @torch.no_grad()
     def encode(self, prompt: str, picture_HWC: Tensor) -> PromptEncoding:
@@ -88,13 +90,14 @@ class Qwen3VlEncoder:
         Raises: ConfigError for a prompt that is too long or holds a token of pictures,
             OutOfMemoryError, StateError after `close`.
         """
-        shown = self._presenter.present(prompt, picture_HWC)
         begin_s = time.perf_counter()
-        # A stream of its own: chunks that are made meanwhile do not wait for it.
-        with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
+        with self._lock:
             if self._is_closed:
                 raise StateError("the prompt encoder is closed; expected calls before close()")
-            with self._weights():
+            shown = self._presenter.present(prompt, picture_HWC)
+            # A stream of its own: chunks that are made meanwhile do not wait for it.
+            beside = torch.cuda.stream(self._stream) if self._stream else nullcontext()
+            with beside, self._weights():
                 rows_BRE = within_memory(
                     self.device, "the prompt encoder", lambda: self._run(shown).cpu()
                 )
@@ -235,7 +238,7 @@ def _units(model: nn.Module) -> dict[str, nn.Module]:
     """Parts of a model that run one after the other, whose weights are read together."""
     units: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        is_layer = type(module).__name__ in ("Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock")
+        is_layer = name.rpartition(".")[0] in ("language_model.layers", "visual.blocks")
         is_inside = any(name.startswith(f"{outer}.") for outer in units)
         if not is_inside and (is_layer or any(True for _ in module.parameters(recurse=False))):
             units[name] = module

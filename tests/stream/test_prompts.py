@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,15 @@ from PIL import Image
 from engine.checkpoint.folder import save_model, write_manifest
 from engine.config import PromptOptions, Qwen3VlTextConfig
 from engine.errors import ConfigError
+from engine.types import Action
 from stream.cli import main
+from stream.live_rollout import LiveRollout
+from stream.prompt_ahead import PromptAhead
 from stream.settings import load_settings
+from stream.worker_messages import Applied, Refused, Report, SetPrompt
 from stream.workers import spec_of
-from stream.world_spec import prompt_options
+from stream.world_spec import prompt_options, read_start, world_spec
+from stream.worlds import ModelCache
 from tests.engine.prompts.tiny_qwen import READ, write_qwen
 from tests.tiny import tiny_config, tiny_model
 from vae_stream.taehv import TinyVae, TinyVaeConfig
@@ -69,6 +75,41 @@ def test_prompts_are_encoded_ahead_of_a_world(
     (folder / "text_encoder").rename(tmp_path / "elsewhere")
     walk = ["--actions", "w*17", "--out", str(tmp_path / "a.mp4"), "--weights", str(folder)]
     assert main(["generate", *start, *walk, "--prompt", "snow"]) == 0, capsys.readouterr().err
+
+
+def test_a_prompt_is_switched_while_it_is_played(folder: Path, tmp_path: Path) -> None:
+    prompts = PromptOptions(cache=str(tmp_path / "cache"))
+    spec = world_spec(
+        "tiny", size=None, weights=str(folder), renderer=False, device="cpu", dtype="float32",
+        prompts=prompts,
+    )  # fmt: skip
+    models, start = ModelCache(), read_start(spec, image=None, scene="snow-ruins")
+    rollout = LiveRollout(
+        spec, models.world(spec, start), start, prompt="snow", seed=0,
+        trace_path=tmp_path / "a.trace.jsonl",
+    )  # fmt: skip
+    is_ready, reports = threading.Event(), list[Report]()
+    ahead = PromptAhead(is_ready.set)
+    for number, prompt in enumerate(("a meadow", "x" * 41, "snow", "a lake")):
+        ahead.add(rollout, SetPrompt(id=number, prompt=prompt))
+    assert ahead.newest(rollout) == "a lake"
+    while len(reports) < 4:
+        assert is_ready.wait(60.0)
+        is_ready.clear()
+        ahead.apply(rollout, 0, reports.append)
+    assert [type(each) for each in reports] == [Applied, Refused, Applied, Applied]
+    rollout.prepare()
+    assert sum(len(frames) for frames in rollout.step(Action.still())) == 17
+    assert rollout.prompt == "a lake"
+    # At hand: no thread is asked.
+    is_ready.clear()
+    ahead.add(rollout, SetPrompt(id=9, prompt="a meadow"))
+    ahead.apply(rollout, 0, reports.append)
+    assert reports[-1] == Applied(id=9, epoch=0, chunk=1)
+    assert not is_ready.is_set()
+    ahead.close()
+    rollout.end()
+    models.close()
 
 
 def test_too_long_a_prompt_is_refused_with_the_limit(

@@ -113,6 +113,8 @@ def test_later_layers_and_the_head_are_not_in_memory(folder: Path) -> None:
     assert not [name for name in parameters if f"layers.{READ}." in name or "lm_head" in name]
     held = sum(each.nbytes for each in parameters.values())
     assert held == files.size_bytes == told[-1].done_bytes
+    parts = (encoder._model.language_model, encoder._model.visual)
+    assert [part.config._attn_implementation for part in parts] == ["sdpa", "sdpa"]
     whole = sum(each.nbytes for each in whole_model(folder).parameters())
     assert held < 0.8 * whole
 
