@@ -211,13 +211,10 @@ class WindowedDecoder:
     ) -> dict[int, Tensor]:
         """Raw frames [1, 3, 28, H, W] of windows; the latents are the last ones before `count`."""
         offset = latents_BCTHW.shape[2] - count
-        tiles = [
-            tile[0]
-            for window in chosen
-            for tile in self._plan.cut(
-                latents_BCTHW[:, :, [slot + offset for slot in window_slots(window, count)]]
-            )
-        ]
+        tiles: list[Tensor] = []
+        for window in chosen:
+            slots = [latents_BCTHW[:, :, slot + offset] for slot in window_slots(window, count)]
+            tiles += (tile[0] for tile in self._plan.cut(torch.stack(slots, dim=2)))
         if not tiles:
             return {}
         made = self._batches.run(tiles)
