@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import AutoencoderKLMiniMaxH3
+from diffusers.modular_pipelines.minimax_h3.encoders import encode_vae_condition
 from torch import Tensor
 
 from tests.vae_stream.h3_tiny import randomise
+from vae_stream.encoder import open_encoder
 from vae_stream.geometry import first_frame
 from vae_stream.opening import open_decoder
 from vae_stream.pixels import from_imagenet, to_uint8
@@ -20,6 +22,8 @@ from vae_stream.weight_files import WeightFiles
 from vae_stream.windowed import WindowedDecoder
 
 pytestmark = pytest.mark.cpu
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +103,17 @@ def test_a_folder_of_diffusers_opens_with_the_released_tiles(
 
     streamed = torch.cat([chunk.frames_THWC for chunk in chunks])
     assert torch.equal(streamed, decoded_by(theirs, latents_BCTHW))
+
+
+@pytest.mark.parametrize("width_px", [48, 288], ids=["tile", "tiles"])
+def test_a_first_picture_has_the_latent_that_the_model_is_conditioned_on(
+    theirs: AutoencoderKLMiniMaxH3, folder: Path, width_px: int
+) -> None:
+    theirs.enable_tiling(256, 256, 64, 64)
+    rgb_HWC = torch.randint(0, 256, (32, width_px, 3), dtype=torch.uint8)
+
+    ours = open_encoder(folder, device="cpu").encode_image(rgb_HWC)
+
+    pixels_BCTHW = rgb_HWC.permute(2, 0, 1)[None, :, None]
+    expected = encode_vae_condition(theirs, pixels_BCTHW, IMAGENET_MEAN, IMAGENET_STD)
+    assert torch.equal(ours, expected)
