@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--chunks", type=int, default=10, help="that count, of each row")
     parser.add_argument("--rows", default=",".join(ROW_NAMES), help="names with commas")
-    parser.add_argument("--start", default=ROW_NAMES[0], help="first row to measure after eager")
+    parser.add_argument("--reference", default=ROW_NAMES[0], help="row that errors are against")
+    parser.add_argument("--start", default=ROW_NAMES[0], help="first row to measure after that")
     parser.add_argument("--plot", type=Path, help="PNG to write")
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/ladder.jsonl")
     parser.add_argument("--commit", help="of the files, where they are no checkout")
@@ -142,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dtype=options.dtype,
             chunk_count=options.chunks,
             rows=tuple(options.rows.split(",")),
+            reference=options.reference,
             start=options.start,
         )
         with started_ranks(scenario) as ranks:

@@ -92,6 +92,7 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
         "geometry": size_name(model.geometry),
         "gpu_count": grounds.gpu_count,
         "rank_count": grounds.world_size,
+        "reference": scenario.reference,
         "dtype": grounds.dtype,
         "prefix_rows": prefix_row_count(model),
         "config": dataclasses.asdict(step.config),

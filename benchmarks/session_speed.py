@@ -58,7 +58,7 @@ class SessionScenario:
     geometry: Geometry | None = None
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kernels: Literal["off", "eager", "fast"] = "off"
+    kernels: Literal["auto", "off", "eager", "fast"] = "auto"
     decoder: str = "auto"
     rows: tuple[str, ...] = ("exact",)
     chunk_count: int = 20
@@ -411,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--geometry", help="picture size, such as 832x480")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--kernels", choices=("off", "eager", "fast"), default="off")
+    parser.add_argument("--kernels", choices=("auto", "off", "eager", "fast"), default="auto")
     parser.add_argument("--decoder", default="auto", help="mode of the decoder")
     parser.add_argument("--rows", default="exact", help="exact, A, or both with a comma")
     parser.add_argument("--chunks", type=int, default=20, help="that count, of each kind")

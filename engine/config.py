@@ -19,10 +19,10 @@ from engine.errors import ConfigError
 
 PRESET_NAMES = ("mini", "h3_33b", "tiny")
 BackendName = Literal[
-    "auto", "sdpa", "cudnn", "flash", "flex", "fa3", "fa4", "products", "math"
+    "auto", "sdpa", "cudnn", "cudnn_split", "flash", "flex", "fa3", "fa4", "products", "math"
 ]  # fmt: skip
 CompileChoice = Literal["auto", "off", "blocks", "full"]
-KernelChoice = Literal["off", "eager", "fast"]
+KernelChoice = Literal["auto", "off", "eager", "fast"]
 QkvChoice = Literal["auto", "interleaved", "stacked"]
 PromptResidency = Literal["auto", "gpu", "cpu", "free"]
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
@@ -305,15 +305,17 @@ class EngineConfig:
     a short measurement. The choice is logged and stored resolved."""
     compile: CompileChoice = "auto"
     """"full" compiles a pass over all blocks, "blocks" the halves of a block around attention; each
-    at its first use, and kept on disk. "auto": full on CUDA, off on a CPU, where it takes most of a
-    minute for a few percent."""
+    at its first use, and kept on disk. "auto": full on CUDA where there are no fused kernels, which
+    leave a compiler nothing to fuse; off on a CPU, where it takes most of a minute for a few
+    percent."""
     graphs: bool | Literal["auto"] = "auto"
     """Record passes as CUDA graphs and replay them. The same bits. "auto": on CUDA."""
     attention: BackendName = "auto"
     """Attention over the window. "auto" measures the backends of this machine once, and keeps the
     choice on disk, because a trace is made again with the same bits only by the same backend."""
-    kernels: KernelChoice = "off"
-    """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store."""
+    kernels: KernelChoice = "auto"
+    """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store. "auto":
+    fast on CUDA unless something is compiled by name."""
     linear: str = "auto"
     """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
     scale a row, which is an approximation; or a json file of one's own (`quant.read_scheme`).
@@ -356,7 +358,7 @@ class EngineConfig:
         if self.linear not in LINEAR_SCHEMES and not self.linear.endswith(".json"):
             names = ", ".join(map(repr, LINEAR_SCHEMES))
             raise ConfigError(f"linear is {self.linear!r}; allowed: {names}, a json file")
-        if self.kernels != "off" and self.compile == "blocks":
+        if self.kernels in ("eager", "fast") and self.compile == "blocks":
             raise ConfigError(
                 f"kernels is {self.kernels!r}; allowed with compile 'blocks': 'off', because both "
                 "are forms of the halves of a block"
@@ -364,7 +366,8 @@ class EngineConfig:
         if not self.has_shortcuts:
             for name, is_asked in (
                 ("compile", self.compile == "full"), ("graphs", self.graphs is True),
-                ("kernels", self.kernels != "off"), ("free_adaln", self.free_adaln is True),
+                ("kernels", self.kernels in ("eager", "fast")),
+                ("free_adaln", self.free_adaln is True),
             ):  # fmt: skip
                 if is_asked:
                     raise ConfigError(

@@ -49,32 +49,36 @@ class SpeedParts:
 
 
 def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Replace "auto" in `compile` and `graphs` by what this device gets.
+    """Replace "auto" in `compile`, `graphs` and `kernels` by what this device gets.
 
     Raises: ConfigError for graphs or kernels where there is no CUDA.
     """
     is_cuda = device.type == "cuda"
-    for name, is_asked in (("graphs", config.graphs is True), ("kernels", config.kernels != "off")):
+    wants_kernels = config.kernels in ("eager", "fast")
+    for name, is_asked in (("graphs", config.graphs is True), ("kernels", wants_kernels)):
         if is_asked and not is_cuda:
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r} on {device}; allowed there: "
                 f"{'False' if name == 'graphs' else repr('off')}"
             )
-    compiling, graphs = config.compile, config.graphs
+    compiling, graphs, kernels = config.compile, config.graphs, config.kernels
+    why = None
+    if is_cuda and config.has_shortcuts and "auto" in (compiling, kernels):
+        why = _no_compiler(device)
+        if why:
+            _log.warning("compile_and_kernels_left_out device=%s: %s", device, why)
+    can_compile = is_cuda and config.has_shortcuts and why is None
+    if kernels == "auto":
+        kernels = "fast" if can_compile and compiling in ("auto", "off") else "off"
     if compiling == "auto":
-        compiling = "off"
-        if is_cuda and config.has_shortcuts:
-            why = _no_compiler(device)
-            compiling = "off" if why else "full"
-            if why:
-                _log.warning("compile_left_out device=%s: %s", device, why)
+        compiling = "full" if can_compile and kernels == "off" else "off"
     if graphs == "auto":
         graphs = is_cuda and config.has_shortcuts
     _log.info(
         "speed_resolved device=%s compile=%s graphs=%s kernels=%s linear=%s",
-        device, compiling, graphs, config.kernels, config.linear,
+        device, compiling, graphs, kernels, config.linear,
     )  # fmt: skip
-    return dataclasses.replace(config, compile=compiling, graphs=graphs)
+    return dataclasses.replace(config, compile=compiling, graphs=graphs, kernels=kernels)
 
 
 def _little(x: Tensor) -> Tensor:
@@ -116,7 +120,7 @@ def speed_parts(
         # A compiler fuses multiply-adds, and takes products as they are.
         block_ops = HalvesBlockOps(model, compile_region)
         ops = PlacementOps(place=compile_region(place), turn=compile_region(turn))
-    if config.kernels != "off":
+    if config.kernels in ("eager", "fast"):
         from engine.fused_ops import fused_block_ops
 
         block_ops = fused_block_ops(model, config.kernels)

@@ -152,7 +152,7 @@ class BenchEngine:
     """Replay passes as CUDA graphs."""
     attention: BackendName = "auto"
     """Backend of the attention over the window."""
-    kernels: KernelChoice = "off"
+    kernels: KernelChoice = "auto"
     """Fused kernels and where they round."""
     linear: str = "bf16"
     """Products of the blocks: bf16, fp8_rowwise, or a json file with a scheme."""

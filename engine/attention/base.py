@@ -71,10 +71,12 @@ def backends() -> dict[BackendName, AttentionBackend]:
     """All backends, whether this machine has them or not."""
     from engine.attention.flash import Fa3Backend, Fa4Backend, FlexBackend
     from engine.attention.sdpa import KernelBackend, MathBackend, ProductsBackend, SdpaBackend
+    from engine.attention.split import SplitBackend
 
     return {
         "sdpa": SdpaBackend(),
         "cudnn": KernelBackend("cudnn", width_limit=128),
+        "cudnn_split": SplitBackend(),
         "flash": KernelBackend("flash", width_limit=256),
         "flex": FlexBackend(),
         "fa3": Fa3Backend(),

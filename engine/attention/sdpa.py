@@ -6,6 +6,7 @@ operator: it would otherwise choose a kernel while it traces, and fix the number
 
 Keys are not padded to a multiple of 128, though cuDNN is about a tenth faster then: padded keys
 need a mask to have no weight, and torch hands cuDNN masks as an addend of the size of the logits.
+`split` takes the keys apart instead.
 Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 """
 

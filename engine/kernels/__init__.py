@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from engine.kernels import adaln, cases, fp8_linear, qknorm_rope, reference, swiglu
+from engine.kernels import absorb, adaln, cases, fp8_linear, qknorm_rope, reference, swiglu
 from engine.kernels.cases import CASES, Case
 
 Klass = Literal["X", "F", "A"]
@@ -129,6 +129,12 @@ _TABLE = (
         name="turn_output_fp8", klass="A", reference=reference.turn_output_fp8,
         fused=qknorm_rope.turn_output_fp8, inputs=cases.turn_inputs, bytes_moved=_heads(1, 1),
         unquantized="turn_output", exact=reference.turn_output, tolerance=A_TOLERANCE,
+    ),
+    Op(
+        name="absorb", klass="F", reference=reference.absorb, fused=absorb.absorb,
+        inputs=cases.absorb_inputs, bytes_moved=_heads(3),
+        flops=lambda case: 4.0 * 127 * _rows(case) * case.heads * case.width,
+        written=("o_BRNK",), tolerance=F_TOLERANCE,
     ),
     Op(
         name="swiglu", klass="F", reference=reference.swiglu, fused=swiglu.swiglu,

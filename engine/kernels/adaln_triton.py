@@ -17,7 +17,14 @@ from torch import Tensor
 
 from engine.kernels.contract import batch_stride, new_row_scale
 from engine.kernels.reference import GATE_A, GATE_F, SCALE_A, SCALE_F, SHIFT_A, SHIFT_F
-from engine.kernels.rows_triton import codes_of, load_wide, rounded, row_factors, warps_for
+from engine.kernels.rows_triton import (
+    AS_WRITTEN,
+    codes_of,
+    load_wide,
+    rounded,
+    row_factors,
+    warps_for,
+)
 
 _TILE = 1024
 
@@ -125,7 +132,8 @@ def _launch(
         x_BRD.stride(0), x_BRD.stride(1), branch.stride(0), branch.stride(1),
         batch_stride(shift), shift.stride(1), eps,
         WIDTH=width, BLOCK=block, HAS_BRANCH=branch_BRD is not None,
-        FP8=outputs[1].dtype == torch.float8_e4m3fn, EAGER=is_eager, num_warps=warps_for(block),
+        FP8=outputs[1].dtype == torch.float8_e4m3fn, EAGER=is_eager,
+        num_warps=warps_for(block), **AS_WRITTEN,
     )  # fmt: skip
 
 
@@ -195,6 +203,6 @@ def add_gated(x_BRD: Tensor, branch_BRD: Tensor, modulation: Tensor, is_eager: b
         x_BRD, branch_BRD, gate, out, rows, rows // gate.shape[1],
         x_BRD.stride(0), x_BRD.stride(1), branch_BRD.stride(0), branch_BRD.stride(1),
         batch_stride(gate), gate.stride(1),
-        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=4,
+        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ those of a forward pass. Inputs are random, seeded, and made on the device that 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +198,21 @@ def turn_inputs(case: Case, device: torch.device) -> dict[str, Any]:
     o.copy_(source.normal(*o.shape))
     matrix = projective(source.cameras(), case.dtype).output
     return {"o_BRNK": o, "matrix_BG44": matrix, "start": case.rotary}
+
+
+def absorb_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `absorb`: the last rows of a window, as many as there may be in full cases."""
+    source = Source(case, device)
+    keys = 127 if case.is_full else 5
+    k, v = (source.normal(case.batch_size, keys, case.heads, case.width) for _ in range(2))
+    shape = (case.batch_size, case.heads, case.rows)
+    return {
+        "o_BRNK": source.normal(case.batch_size, case.rows, case.heads, case.width),
+        "lse_BNR": math.log(keys) + source.normal(*shape, dtype=torch.float32),
+        "q_BRNK": source.rows(case.heads, case.width),
+        "k_BSNK": k,
+        "v_BSNK": v,
+    }
 
 
 def swiglu_inputs(case: Case, device: torch.device) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.contract import new_row_scale
-from engine.kernels.rows_triton import codes_of, load_wide, row_factors
+from engine.kernels.rows_triton import AS_WRITTEN, codes_of, load_wide, row_factors
 
 _ROW_TILE = 2048
 
@@ -44,6 +44,13 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     tile = min(_ROW_TILE, triton.next_power_of_2(width))
     _quantize_kernel[(rows_RK.shape[0],)](
-        rows_RK, codes, factor, rows_RK.stride(0), WIDTH=width, TILE=tile, num_warps=8
+        rows_RK,
+        codes,
+        factor,
+        rows_RK.stride(0),
+        WIDTH=width,
+        TILE=tile,
+        num_warps=8,
+        **AS_WRITTEN,
     )
     return codes, factor

@@ -17,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.contract import batch_stride, new_row_scale
-from engine.kernels.rows_triton import codes_of, load_wide, rounded, row_factors, warps_for
+from engine.kernels.rows_triton import (
+    AS_WRITTEN,
+    codes_of,
+    load_wide,
+    rounded,
+    row_factors,
+    warps_for,
+)
 
 _HEADS = 8
 """Heads of a program: 8 x 128 channels are 8 a thread, one load of 16 bytes in bf16."""
@@ -228,7 +235,7 @@ def place(
         *key_BRNK.stride()[:3], *value_BRNK.stride()[:3], *raw.stride()[:3], eps,
         HEAD_COUNT=heads, HEADS=tile, WIDTH=width, HALF=start // 2,
         HALF_PAD=triton.next_power_of_2(start // 2), REST_PAD=triton.next_power_of_2(width - start),
-        KEEP=raw_BRNK is not None, EAGER=is_eager, num_warps=4,
+        KEEP=raw_BRNK is not None, EAGER=is_eager, num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
     return out
 
@@ -243,7 +250,7 @@ def rotate(
         raw_BRNK, cos_RK, sin_RK, key_BRNK, rows, *raw_BRNK.stride()[:3], cos_RK.stride(0),
         sin_RK.stride(0), *key_BRNK.stride()[:3],
         HEAD_COUNT=heads, HEADS=tile, HALF=half, HALF_PAD=triton.next_power_of_2(half),
-        EAGER=is_eager, num_warps=4,
+        EAGER=is_eager, num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
 
 
@@ -257,6 +264,7 @@ def _turn(
         *o_BRNK.stride()[:3], batch_stride(matrix_BG44), matrix_BG44.stride(1),
         HEAD_COUNT=heads, HEADS=tile, WIDTH=width, START=start, START_PAD=lead, REST_PAD=rest,
         FP8=out.dtype == torch.float8_e4m3fn, num_warps=warps_for(tile * (lead + rest)),
+        **AS_WRITTEN,
     )  # fmt: skip
 
 

@@ -154,6 +154,22 @@ def turn_output_fp8(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> tuple[Te
     return quantize_rows(turn_output(o_BRNK, matrix_BG44, start))
 
 
+def absorb(o_BRNK: Tensor, lse_BNR: Tensor, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> None:
+    """Let more keys into an attention output ``o`` whose sums have the logarithms ``lse``.
+
+    Weights are relative to the largest one and rounded to the dtype of the rows before they meet
+    the values, as in any product of that dtype.
+    """
+    wide = lse_BNR.dtype
+    q, k, v = (part.transpose(1, 2).to(wide) for part in (q_BRNK, k_BSNK, v_BSNK))
+    logits, before = q @ k.mT * q.shape[-1] ** -0.5, lse_BNR[..., None]
+    top = torch.maximum(logits.amax(-1, keepdim=True), before)
+    weights, weight_before = (logits - top).exp(), (before - top).exp()
+    total = weight_before + weights.sum(-1, keepdim=True)
+    sum_ = o_BRNK.transpose(1, 2).to(wide) * weight_before + weights.to(o_BRNK.dtype).to(wide) @ v
+    o_BRNK.copy_((sum_ / total).transpose(1, 2))
+
+
 def swiglu(z_BRF: Tensor, rounding: Rounding) -> Tensor:
     """Return value * silu(gate) for z = [value ; gate]."""
     value, gate = _inner(z_BRF, rounding).chunk(2, dim=-1)

@@ -1,6 +1,6 @@
 """Pieces that the kernels share: rounding as eager code rounds, quantisation of a row.
 
-Owns nothing but inlined functions; formulas in `reference`.
+Owns inlined functions and the option that all launches share; formulas in `reference`.
 """
 
 # Kernel functions have no Python types: their arguments are blocks known at compile time.
@@ -12,6 +12,11 @@ import triton
 import triton.language as tl
 
 from engine.kernels.reference import FP8_AMAX_FLOOR, FP8_MAX
+
+AS_WRITTEN = {"enable_fp_fusion": False}
+"""Launch option: a product that is added is rounded first, as in eager code; otherwise the kernels
+of one formula, plain and quantised, would differ in their last bits. Costs nothing here: all wait
+for memory."""
 
 _FP8_MAX, _FP8_AMAX_FLOOR = tl.constexpr(FP8_MAX), tl.constexpr(FP8_AMAX_FLOOR)
 _FP8_STEP = tl.constexpr(1.0 / FP8_MAX)

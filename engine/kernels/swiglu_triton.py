@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.contract import new_row_scale
-from engine.kernels.rows_triton import codes_of, load_wide, rounded, row_factors
+from engine.kernels.rows_triton import AS_WRITTEN, codes_of, load_wide, rounded, row_factors
 
 _TILE = 1024
 _ROW_TILE = 2048
@@ -73,7 +73,7 @@ def swiglu(z_BRF: Tensor, is_eager: bool) -> Tensor:
     tile = min(_TILE, triton.next_power_of_2(width))
     _swiglu_kernel[(batch_size * rows, triton.cdiv(width, tile))](
         z_BRF, out, rows, z_BRF.stride(0), z_BRF.stride(1),
-        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=4,
+        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
     return out
 
@@ -86,6 +86,6 @@ def swiglu_fp8(z_BRF: Tensor, is_eager: bool) -> tuple[Tensor, Tensor]:
     tile = min(_ROW_TILE, triton.next_power_of_2(width))
     _swiglu_fp8_kernel[(batch_size * rows,)](
         z_BRF, codes, factor, rows, z_BRF.stride(0), z_BRF.stride(1),
-        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=8,
+        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=8, **AS_WRITTEN,
     )  # fmt: skip
     return codes, factor

@@ -106,7 +106,7 @@ def test_bad_devices_are_refused(device):
         ({"compile": "fast"}, "compile is 'fast'; allowed: 'auto', 'off', 'blocks', 'full'"),
         ({"graphs": "on"}, "graphs is 'on'; allowed: True, False, 'auto'"),
         ({"attention": "xformers"}, "attention is 'xformers'; allowed: 'auto', 'sdpa', 'cudnn'"),
-        ({"kernels": "auto"}, "kernels is 'auto'; allowed: 'off', 'eager', 'fast'"),
+        ({"kernels": "on"}, "kernels is 'on'; allowed: 'auto', 'off', 'eager', 'fast'"),
         ({"linear": "int4"}, "linear is 'int4'; allowed: 'auto', 'bf16', 'fp8_rowwise'"),
         ({"free_adaln": "no"}, "free_adaln is 'no'; allowed: True, False, 'auto'"),
         ({"compile": "full", "prefix_cache": False}, "compile is 'full'; allowed with prefix_c"),

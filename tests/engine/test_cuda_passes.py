@@ -24,8 +24,8 @@ pytestmark = [
 
 CONFIG = tiny_config()
 CHUNKS = 9
-SOAK_CHUNKS = 100
-FAST = EngineConfig(device="cuda", dtype="bfloat16")
+SOAK_CHUNKS = 1_000
+FAST = EngineConfig(device="cuda", dtype="bfloat16", compile="full", kernels="off")
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +123,8 @@ def test_memory_of_graphs_comes_back():
     engine.close()
     del engine
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + 32 * 2**20
+    # The stream that records keeps the workspace of its products, and a segment of small tensors.
+    assert torch.cuda.memory_reserved() <= before + (32 + 2) * 2**20
 
 
 def test_graphs_pay_where_passes_are_short():
@@ -144,7 +145,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from tests.tiny import tiny_config
 begin_s = time.perf_counter()
-Engine.from_random(tiny_config(), EngineConfig(device="cuda", dtype="bfloat16")).warm_up()
+config = EngineConfig(device="cuda", dtype="bfloat16", compile="full")
+Engine.from_random(tiny_config(), config).warm_up()
 inductor = torch._dynamo.utils.counters["inductor"]
 print(json.dumps({"s": time.perf_counter() - begin_s, "hits": inductor["fxgraph_cache_hit"]}))
 """

@@ -17,22 +17,24 @@ pytestmark = pytest.mark.cpu
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def _resolved(config: EngineConfig, device: torch.device) -> tuple[str, object]:
+def _resolved(config: EngineConfig, device: torch.device) -> tuple[str, object, str]:
     found = resolve_speed(config, device)
-    return found.compile, found.graphs
+    return found.compile, found.graphs, found.kernels
 
 
 @pytest.mark.parametrize(
     ("device", "changes", "expected"),
     [
-        (CPU, {}, ("off", False)),
-        (CUDA, {}, ("full", True)),
-        (CUDA, {"prefix_cache": False}, ("off", False)),
-        (CUDA, {"compile": "blocks"}, ("blocks", True)),
-        (CUDA, {"graphs": False}, ("full", False)),
-        (CPU, {"compile": "full"}, ("full", False)),
+        (CPU, {}, ("off", False, "off")),
+        (CUDA, {}, ("off", True, "fast")),
+        (CUDA, {"prefix_cache": False}, ("off", False, "off")),
+        (CUDA, {"compile": "blocks"}, ("blocks", True, "off")),
+        (CUDA, {"graphs": False}, ("off", False, "fast")),
+        (CUDA, {"kernels": "off"}, ("full", True, "off")),
+        (CUDA, {"kernels": "eager"}, ("off", True, "eager")),
+        (CPU, {"compile": "full"}, ("full", False, "off")),
     ],
-    ids=["cpu", "cuda", "no-shortcut", "blocks", "no-graphs", "cpu-full"],
+    ids=["cpu", "cuda", "no-shortcut", "blocks", "no-graphs", "plain", "eager", "cpu-full"],
 )
 def test_auto_is_resolved_by_the_device(monkeypatch, device, changes, expected):
     monkeypatch.setattr(speed, "_no_compiler", lambda device: None)
@@ -41,8 +43,8 @@ def test_auto_is_resolved_by_the_device(monkeypatch, device, changes, expected):
 
 def test_a_missing_compiler_is_left_out_and_said(monkeypatch, caplog):
     monkeypatch.setattr(speed, "_no_compiler", lambda device: "triton is missing")
-    assert _resolved(EngineConfig(), CUDA) == ("off", True)
-    assert "compile_left_out device=cuda:0: triton is missing" in caplog.text
+    assert _resolved(EngineConfig(), CUDA) == ("off", True, "off")
+    assert "compile_and_kernels_left_out device=cuda:0: triton is missing" in caplog.text
 
 
 def test_a_compiler_that_fails_gives_its_reason(monkeypatch, tmp_path):

@@ -1,9 +1,10 @@
 """Triton's interpreter with the rounding of a GPU, and in half the time.
 
 As shipped it cuts bf16 off instead of rounding it, and carries a rounded e4m3 mantissa wrongly; a
-GPU rounds to nearest, ties to even, as torch does on any device. It also replaces the whole
-language anew at each call from one kernel function to another; once a launch is enough.
-Owns the two changes that mend this for a process.
+GPU rounds to nearest, ties to even, as torch does on any device. It multiplies the bits of bf16
+instead of their values, and takes no argument of a kernel as the end of a loop. It also replaces
+the whole language anew at each call from one kernel function to another; once a launch is enough.
+Owns the changes that mend this for a process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _TORCH = {
 }
 
 
+_PATCH_TENSOR = interpreter._patch_lang_tensor
 _REPLACED: set[str] = set()
 """Modules of Triton's own functions, which see the language by another name."""
 
@@ -46,7 +48,26 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
+def _product(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    """Return a b + d, of values as wide as their sum."""
+    sides = [
+        each.data
+        if each.dtype.primitive_bitwidth == 32
+        else _convert(each.data, each.dtype, tl.float32, None).view(np.float32)
+        for each in (a, b)
+    ]
+    return interpreter.TensorHandle(np.matmul(*sides) + d.data, d.dtype.scalar)
+
+
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    """Let a tensor of one element count as a number."""
+    _PATCH_TENSOR(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 def mend_interpreter() -> None:
     """Change the interpreter of this process, which has to have been started in that mode."""
+    interpreter._patch_lang_tensor = _patch_tensor
+    interpreter.InterpreterBuilder.create_dot = _product
     interpreter._convert_float = _convert
     interpreter.InterpretedFunction.__call__ = _call

@@ -87,7 +87,8 @@ def test_the_kernels_compile_for_an_h200(name, monkeypatch):
     (kernel,) = sm90.compiled_launches(lambda: op.fused(**given))
     # Rows are read and written in wide accesses: 8 bytes a thread or more.
     assert ".v2.b32" in kernel.asm["ptx"] or ".v4.b32" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= 64 * 1024
+    # Two programs at least fit into a multiprocessor.
+    assert kernel.metadata.shared <= 113 * 1024
 
 
 @pytest.mark.cpu
