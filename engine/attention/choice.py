@@ -33,7 +33,7 @@ CANDIDATES: tuple[BackendName, ...] = (
 """FlexAttention takes a minute to compile and was never near the fastest: by name only."""
 _WARM_UPS, _REPEATS = 3, 9
 _MARGIN, _OWN_MARGIN = 0.98, 0.95
-"""What is ahead of another by less than this is no faster: of any backend, of torch's own choice."""
+"""What is ahead by less than this is no faster: of any backend, of torch's own choice."""
 
 Measure = Callable[[AttentionBackend, "AttentionShape"], float]
 
