@@ -28,6 +28,8 @@ GIB = 2**30
 MIB = 2**20
 LIBRARY_BYTES = 768 * MIB
 """Kernels that are loaded at their first use, workspaces of the libraries of products, on CUDA."""
+FRAGMENTATION = 0.02
+"""Share of the memory of a CUDA device that lies idle between what is allocated there."""
 _BESIDE_THE_PASS_BYTES = 64 * MIB
 DtypeName = Literal["float32", "bfloat16"]
 
@@ -110,8 +112,10 @@ class MemoryPlan:
         return sum(part.host for part in self.parts) / GIB
 
     def fits(self, present: Present) -> bool:
-        """Whether there is enough of both."""
-        return self.peak_gib <= present.device_gib and self.host_gib <= present.host_gib
+        """Whether there is enough of both; on CUDA some is lost between allocations."""
+        lost = 1.0 + (FRAGMENTATION if present.is_cuda else 0.0)
+        is_on_device = self.peak_gib * lost <= present.device_gib
+        return is_on_device and self.host_gib <= present.host_gib
 
     def part_gib(self, name: str) -> float:
         """One part while a world is played, 0 where there is none of that name."""

@@ -83,6 +83,12 @@ class JobOptions:
     """Folder of encoded prompts; by default ~/.cache/worldstream/prompts."""
     refinement_prompt: bool = False
     """Encode one canonical prompt about looks in place of every prompt (h3_33b)."""
+    decoder: str = "auto"
+    """Mode of the decoder, which also chooses among several; auto: the best that is there."""
+    linear: str = "auto"
+    """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, or a json file."""
+    kernels: str = "off"
+    """Fused kernels and where they round: off, eager or fast."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
@@ -138,6 +144,9 @@ def plan(options: JobOptions) -> Job:
         renderer=options.renderer,
         device=options.device,
         dtype=options.dtype,
+        decoder=options.decoder,
+        linear=options.linear,
+        kernels=options.kernels,
         prompts=prompt_options(
             encoder=options.prompt_encoder,
             residency=options.prompt_residency,

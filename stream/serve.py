@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 
 from engine.config import preset
-from engine.errors import CheckpointError, ConfigError, DeviceError, UnsupportedError
+from engine.errors import CheckpointError, ConfigError, DeviceError
 from stream import protocol
 from stream.app import create_app
 from stream.idle_threads import LONE_SPIN_COUNT, SHARED_SPIN_COUNT, set_spin_count
@@ -88,7 +88,6 @@ def serve(settings: ServerSettings) -> None:
         ConfigError: a setting cannot work here.
         DeviceError: the port is taken, or the worker cannot run.
         CheckpointError: weights are missing.
-        UnsupportedError: the preset makes no frames.
     """
     settings = with_token(settings)
     check(settings)
@@ -140,14 +139,8 @@ def check(settings: ServerSettings) -> None:
     Raises:
         ConfigError: unknown preset or weights, a folder that takes no files, H.264 missing.
         CheckpointError: weights are missing.
-        UnsupportedError: the preset makes no frames.
     """
     check_exposure(settings)
-    if settings.preset == "h3_33b" and not settings.renderer:
-        raise UnsupportedError(
-            "preset: h3_33b makes latents only; needed for frames: a decoder with its weights, "
-            "present: none; allowed: mini, tiny"
-        )
     spec = spec_of(settings)
     found = preset(spec.preset)
     if spec.source == "model" and spec.weights != "random":

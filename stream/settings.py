@@ -34,6 +34,14 @@ class ServerSettings(BaseSettings):
     renderer: bool = False
     """True frames of the ray-caster in place of the model's."""
     weights: str = "shipped"
+    size: Annotated[str, Field(pattern=r"^[0-9]{2,4}x[0-9]{2,4}$")] | None = None
+    """Of the pictures; by default the largest that the preset knows."""
+    decoder: str = "auto"
+    """Mode of the decoder, which also chooses among several; auto: the best that is there."""
+    linear: str = "auto"
+    """Products of the blocks; auto: bf16 wherever that fits, else eight bits."""
+    kernels: Literal["off", "eager", "fast"] = "off"
+    """Fused kernels and where they round."""
     prompt_encoder: str | None = None
     """Folder of the Qwen3-VL that h3_33b reads; by default the one beside the weights."""
     prompt_residency: Literal["auto", "gpu", "cpu", "free"] = "auto"

@@ -156,11 +156,14 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
     """
     return world_spec(
         settings.preset,
-        size=None,
+        size=settings.size,
         weights=settings.weights,
         renderer=settings.renderer,
         device=settings.device,
         dtype=settings.dtype,
+        decoder=settings.decoder,
+        linear=settings.linear,
+        kernels=settings.kernels,
         prompts=prompt_options(
             encoder=settings.prompt_encoder,
             residency=settings.prompt_residency,

@@ -51,6 +51,9 @@ def world_spec(
     device: str,
     dtype: str,
     prompts: PromptOptions | None = None,
+    decoder: str = "auto",
+    linear: str = "auto",
+    kernels: str = "off",
 ) -> WorldSpec:
     """Resolve a preset at one of its sizes."""
     if preset_name not in PRESET_NAMES:
@@ -81,7 +84,10 @@ def world_spec(
             device=device,
             dtype=dtype,  # type: ignore[arg-type]  # checked above
             prompts=prompts or PromptOptions(),
+            linear=linear,
+            kernels=kernels,  # type: ignore[arg-type]  # checked there
         ),
+        decoder=decoder,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -139,6 +140,7 @@ def module_bytes(module: nn.Module) -> int:
     return sum(each.nbytes for each in module.parameters())
 
 
+@cache
 def _vit_bytes(config: VitConfig, dtype: torch.dtype) -> int:
     with torch.device("meta"):
         return module_bytes(Vit(config).cast_blocks(dtype))

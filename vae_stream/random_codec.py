@@ -7,6 +7,7 @@ device; activations keep their size, so that pictures are noise and not black.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Literal
 
 import torch
@@ -82,18 +83,13 @@ def random_decoder_memory(
     if kind == "h3":
         config = VitConfig(layer_count=CAUSAL_LAYERS)
         return causal_memory(config, dtype=dtype, height_px=height_px, width_px=width_px)
-    with torch.device("meta"):
-        count = _count(TinyVae(TinyVaeConfig()).decoder)
+    count = _counts(kind)[0]
     return tiny_memory(count, dtype=dtype, height_px=height_px, width_px=width_px)
 
 
 def random_encoder_memory(kind: CodecKind, *, height_px: int, width_px: int) -> CodecMemory:
     """Size of what `random_encoder` makes."""
-    with torch.device("meta"):
-        network: nn.Module = H3Encoder(H3EncoderConfig())
-        if kind == "tiny":
-            network = TinyVae(TinyVaeConfig()).encoder
-    return picture_memory(_count(network), height_px=height_px, width_px=width_px)
+    return picture_memory(_counts(kind)[1], height_px=height_px, width_px=width_px)
 
 
 def _tiny(dtype: torch.dtype, device: torch.device) -> TinyVae:
@@ -124,5 +120,12 @@ def _draw(name: str, values: Tensor, generator: torch.Generator) -> None:
         values.normal_(0.0, _BIAS, generator=generator)
 
 
-def _count(network: nn.Module) -> int:
-    return sum(each.numel() for each in network.parameters())
+@cache
+def _counts(kind: CodecKind) -> tuple[int, int]:
+    """Parameters of decoder (of a tiny codec) and picture encoder."""
+    with torch.device("meta"):
+        vae = TinyVae(TinyVaeConfig())
+        encoder: nn.Module = H3Encoder(H3EncoderConfig()) if kind == "h3" else vae.encoder
+    parts = (vae.decoder, encoder)
+    decoder_count, encoder_count = (sum(p.numel() for p in part.parameters()) for part in parts)
+    return decoder_count, encoder_count

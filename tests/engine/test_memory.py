@@ -108,7 +108,7 @@ def test_what_fits_is_left_as_it_is():
     [
         (100.0, ("bf16", 0, False)),
         (85.0, ("bf16", 0, True)),
-        (74.0, ("bf16", 1, True)),
+        (75.0, ("bf16", 1, True)),
         (65.0, ("fp8_rowwise", 0, True)),
     ],
     ids=["all", "tables", "beside", "eight-bits"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError, DeviceError, UnsupportedError
+from engine.errors import ConfigError, DeviceError
 from stream import cli
 from stream.serve import bind, check, check_exposure, check_memory, page_url, with_token
 from stream.settings import load_settings
@@ -64,8 +64,6 @@ def test_free_port_is_opened_and_an_unknown_address_is_not() -> None:
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError):
-        check(load_settings(preset="h3_33b", weights="random"))
     with pytest.raises(ConfigError):
         check(load_settings(weights=str(tmp_path / "none")))
     (tmp_path / "file").touch()
@@ -73,9 +71,10 @@ def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
         check(load_settings(record=str(tmp_path / "file")))
 
 
-def test_preset_without_a_decoder_says_what_is_needed_and_what_is_there() -> None:
-    with pytest.raises(UnsupportedError, match=r"needed.*decoder.*present: none.*allowed: mini"):
-        check(load_settings(preset="h3_33b", weights="random"))
+def test_the_large_model_is_served_like_the_small_one() -> None:
+    check(load_settings(preset="h3_33b", weights="random", size="832x480", device="cuda"))
+    with pytest.raises(ConfigError, match="no weights ship with h3_33b; allowed: random"):
+        check(load_settings(preset="h3_33b"))
 
 
 def test_other_machines_need_tls_or_a_proxy_that_has_it() -> None:

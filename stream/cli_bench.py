@@ -1,0 +1,224 @@
+"""Command line of the measurements: `worldstream bench` engine, session, live.
+
+Owns their options. Nothing heavy is imported before a command has checked its input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from engine.config import BackendName, EngineConfig, KernelChoice, preset
+from engine.errors import ConfigError
+from stream.jobs import File, Text
+
+EXIT_OK = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchEngine:
+    """Transformer and decoder, as a session uses them."""
+
+    preset: Literal["mini", "h3_33b", "tiny"] = "mini"
+    """Which model."""
+    weights: str = "auto"
+    """shipped, random, or a folder; auto: shipped where they are, else random."""
+    geometry: Text = None
+    """Picture size, such as 320x192; by default the preset's own."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the transformer blocks and the decoder."""
+    compile: Literal["auto", "off", "blocks", "full"] = "auto"
+    """Compile the blocks, or the whole pass; auto: the whole pass on CUDA."""
+    graphs: Literal["auto", "on", "off"] = "auto"
+    """Replay passes as CUDA graphs."""
+    attention: BackendName = "auto"
+    """Backend of the attention over the window."""
+    kernels: KernelChoice = "auto"
+    """Fused kernels and where they round."""
+    linear: str = "bf16"
+    """Products of the blocks: bf16, fp8_rowwise, or a json file with a scheme."""
+    chunks: int = 20
+    """Chunks to measure once the window is full; 1000 show whether memory stays flat."""
+    ablations: Text = None
+    """Measure again with one thing changed at a time: all, or some of prefix_cache, adaln_tables,
+    packed_history, compile, dtype with commas between them."""
+    ladder: bool = False
+    """Transformer alone, from the plain path up, one change more a row, each with its error."""
+    rows: Text = None
+    """With --ladder: names of rows with commas between them; by default all."""
+    plot: File = None
+    """With --ladder: PNG to write."""
+    record: File = None
+    """File to append the JSON line to, such as benchmarks/engine.jsonl; with --ladder one line a
+    row, such as benchmarks/ladder.jsonl."""
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+
+    def run(self) -> int:
+        """Measure and print the record."""
+        if self.ladder:
+            return self._climb()
+        for name in ("rows", "plot"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name}: {getattr(self, name)}; allowed with ladder")
+        from benchmarks.record import parse_geometry
+        from stream.bench import bench_engine, parse_ablations
+        from stream.measure import Scenario
+
+        ships = preset(self.preset).weights is not None or self.preset == "tiny"
+        scenario = Scenario(
+            preset=self.preset,
+            weights=("shipped" if ships else "random") if self.weights == "auto" else self.weights,
+            geometry=None if self.geometry is None else parse_geometry(self.geometry),
+            engine=EngineConfig(
+                device=self.device,
+                dtype=self.dtype,
+                compile=self.compile,
+                graphs="auto" if self.graphs == "auto" else self.graphs == "on",
+                attention=self.attention,
+                kernels=self.kernels,
+                linear=self.linear,
+            ),
+            chunk_count=self.chunks,
+        )
+        record = None if self.record is None else Path(self.record)
+        ablations = () if self.ablations is None else parse_ablations(self.ablations)
+        print(bench_engine(scenario, ablations=ablations, record=record), flush=True)
+        return EXIT_OK
+
+    def _climb(self) -> int:
+        """Run the ladder, which chooses for itself how each row runs."""
+        for name in ("compile", "graphs", "attention", "kernels", "linear", "ablations"):
+            default = next(field.default for field in fields(self) if field.name == name)
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name}: {getattr(self, name)}; allowed without ladder")
+        from benchmarks.climb import ROW_NAMES, LadderScenario
+        from benchmarks.ladder import alone, run_ladder
+        from benchmarks.record import parse_geometry
+
+        scenario = LadderScenario(
+            preset=self.preset,
+            weights=self.weights,
+            geometry=None if self.geometry is None else parse_geometry(self.geometry),
+            device=self.device,
+            dtype=self.dtype,
+            chunk_count=self.chunks,
+            rows=ROW_NAMES if self.rows is None else tuple(self.rows.split(",")),
+        )
+        record = None if self.record is None else Path(self.record)
+        plot = None if self.plot is None else Path(self.plot)
+        print(run_ladder(alone(scenario), plot=plot, record=record), flush=True)
+        return EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSession:
+    """A session from its start to the steady window: start-up, frame rate, time to a first frame,
+    memory against its plan.
+    """
+
+    preset: Literal["mini", "h3_33b", "tiny"] = "h3_33b"
+    """Which model."""
+    weights: str = "auto"
+    """shipped, random, or a folder; auto: shipped where they are, else random."""
+    geometry: Text = None
+    """Picture size, such as 832x480; by default the preset's own."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the transformer blocks and the decoder."""
+    kernels: KernelChoice = "auto"
+    """Fused kernels and where they round."""
+    decoder: str = "auto"
+    """Mode of the decoder."""
+    rows: str = "exact"
+    """exact, A (linears in eight bits), or both with a comma."""
+    chunks: int = 20
+    """Chunks to measure once the window is full, of each kind of measurement."""
+    record: File = None
+    """File to append a JSON line a row to, such as benchmarks/session.jsonl."""
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+
+    def run(self) -> int:
+        """Measure and print the record."""
+        from benchmarks.record import parse_geometry
+        from benchmarks.session_speed import SessionScenario, run_sessions
+
+        scenario = SessionScenario(
+            preset=self.preset,
+            weights=self.weights,
+            geometry=None if self.geometry is None else parse_geometry(self.geometry),
+            device=self.device,
+            dtype=self.dtype,
+            kernels=self.kernels,
+            decoder=self.decoder,
+            rows=tuple(self.rows.split(",")),
+            chunk_count=self.chunks,
+        )
+        record = None if self.record is None else Path(self.record)
+        print(run_sessions(scenario, record=record), flush=True)
+        return EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchLive:
+    """The live service, played in a real Chromium on this machine: frame rate, latency, cost."""
+
+    preset: Literal["mini", "tiny"] = "mini"
+    """Which model."""
+    transport: Literal["webrtc", "ws-h264", "ws-jpeg"] = "webrtc"
+    """How video reaches the page."""
+    seconds: int = 300
+    """To play, after a warm-up."""
+    viewers: int = 3
+    """Pages that watch in a second, shorter part; 0 leaves it out."""
+    seed: int = 0
+    """Of the keys that are pressed."""
+    record: File = None
+    """File to append the JSON line to, such as benchmarks/live.jsonl."""
+    verbose: bool = False
+    """Log to stderr: as text in a terminal, else as JSON lines."""
+
+    def run(self) -> int:
+        """Measure and print the record."""
+        from stream.bench_live import LiveScenario, bench_live
+
+        scenario = LiveScenario(
+            preset=self.preset,
+            transport=self.transport,
+            seconds=self.seconds,
+            viewers=self.viewers,
+            seed=self.seed,
+        )
+        record = None if self.record is None else Path(self.record)
+        print(bench_live(scenario, record=record), flush=True)
+        return EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure; a table goes to stderr, one line of JSON to stdout."""
+
+    target: tyro.conf.OmitSubcommandPrefixes[
+        tyro.conf.OmitArgPrefixes[
+            Annotated[BenchEngine, tyro.conf.subcommand("engine")]
+            | Annotated[BenchSession, tyro.conf.subcommand("session")]
+            | Annotated[BenchLive, tyro.conf.subcommand("live")]
+        ]
+    ]
+    """What is measured."""
+
+    @property
+    def verbose(self) -> bool:
+        """Whether logs are wanted."""
+        return self.target.verbose
+
+    def run(self) -> int:
+        """Measure and print the record."""
+        return self.target.run()

@@ -1,0 +1,155 @@
+"""The doctor on this machine: what is missing is named with what to do, and nothing is touched."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.memory import Present
+from stream.cli import main
+from stream.doctor import Finding, Health, Question, Report, examine
+from stream.settings import load_settings
+from stream.weight_folder import Role
+from stream.weight_sources import sources_of
+
+pytestmark = pytest.mark.cpu
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def _examine(question: Question, **settings: object) -> Report:
+    return examine(question, load_settings(**{"port": _free_port()} | settings))
+
+
+def _found(report: Report, section: str) -> dict[str, Finding]:
+    return {each.name: each for each in report.findings if each.section == section}
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 20 GiB and no GPU, whatever this one has."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("stream.doctor.present_memory", lambda device: Present(device_gib=20.0))
+
+
+def test_a_bare_machine_can_serve_the_small_world() -> None:
+    report = _examine(Question(preset="mini"))
+    assert report.is_ready, report.missing
+    assert report.licence == ""
+    files = _found(report, "files")
+    assert {files[role].health for role in (Role.TRANSFORMER, Role.DECODER)} == {Health.OK}
+
+
+def test_a_bare_machine_is_told_all_that_the_large_model_lacks() -> None:
+    report = _examine(Question(preset="h3_33b"))
+    missing = {(each.section, each.name) for each in report.missing}
+    needed = {("files", each.role) for each in sources_of("h3_33b") if each.is_needed}
+    sizes = {("memory", "1344x768"), ("memory", "832x480")}
+    assert missing >= needed | sizes
+    files = _found(report, "files")
+    assert "MiniMaxAI/MiniMax-H3" in files[Role.TRANSFORMER].detail
+    assert "SolarWM-H3-33B" in files[Role.ADAPTER].detail
+    assert files[Role.ADAPTER].health is Health.NOTE
+    assert "StreamRender-H3" in files[Role.DECODER].detail
+    assert "needs about" in _found(report, "memory")["832x480"].detail
+    assert _found(report, "device")["GPU"].health is Health.NOTE
+    assert "territories" in report.licence
+    assert "Read it" in report.licence
+
+
+def test_what_lies_in_a_folder_is_not_missing(tmp_path: Path) -> None:
+    names = ("x_embedder.weight", "blocks.0.attn.to_qkv.weight")
+    (tmp_path / "vit").mkdir()
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "vit" / "a.safetensors")
+    save_file({"other": torch.zeros(1)}, tmp_path / "b.safetensors")
+    report = _examine(Question(preset="h3_33b", weights=str(tmp_path)))
+    files = [each for each in report.findings if each.section == "files"]
+    assert [each.detail for each in files if each.name == Role.DECODER] == ["vit"]
+    assert [each.detail for each in files if each.name == "unknown"] == ["b.safetensors"]
+    assert Role.TRANSFORMER in {each.name for each in files if each.health is Health.MISSING}
+
+
+@pytest.mark.parametrize("content", [None, b"\0" * 9], ids=["no-folder", "damaged"])
+def test_weights_that_cannot_be_read_are_a_finding(tmp_path: Path, content: bytes | None) -> None:
+    folder = tmp_path / "weights"
+    if content is not None:
+        folder.mkdir()
+        (folder / "a.safetensors").write_bytes(content)
+    report = _examine(Question(preset="h3_33b", weights=str(folder)))
+    assert str(folder) in _found(report, "files")["weights"].detail
+    assert not report.is_ready
+
+
+def test_a_device_that_is_not_there_is_a_finding() -> None:
+    report = _examine(Question(preset="mini", device="cuda:7"))
+    chosen = _found(report, "device")["chosen"]
+    assert chosen.health is Health.MISSING
+    assert "cuda:7" in chosen.detail
+
+
+def test_ports_that_are_taken_are_found() -> None:
+    with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        tcp.bind(("127.0.0.1", 0))
+        tcp.listen()
+        udp.bind(("127.0.0.1", 0))
+        port, taken = tcp.getsockname()[1], udp.getsockname()[1]
+        report = _examine(Question(preset="mini"), port=port, udp_ports=f"{taken}-{taken}")
+    network = _found(report, "network")
+    assert network["port"].health is Health.MISSING
+    assert "--port" in network["port"].detail
+    assert network["UDP for media"].health is Health.NOTE
+    assert "WebSocket" in network["UDP for media"].detail
+
+
+def test_memory_of_a_large_device_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stream.doctor.present_memory", lambda device: Present(device_gib=139.0))
+    report = _examine(Question(preset="h3_33b", size="832x480"))
+    (size,) = report.sizes
+    assert size.plan is not None
+    assert {"blocks", "window", "decoder", "decoder, state", "picture encoder"} <= {
+        part.name for part in size.plan.parts
+    }
+    assert _found(report, "memory")["832x480"].health is Health.OK
+
+
+def test_json_says_the_same_and_the_exit_code_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--preset", "h3_33b", "--json", "--port", str(_free_port())])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 1
+    assert found["is_ready"] is False
+    assert any(each.startswith("files: transformer:") for each in found["missing"])
+    assert [each["geometry"] for each in found["memory"]] == ["1344x768", "832x480"]
+    assert {each["health"] for each in found["findings"]} <= {"ok", "note", "missing"}
+
+
+def test_tables_end_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--preset", "mini", "--port", str(_free_port())])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "Memory at 256x160" in out
+    assert out.rstrip().endswith("mini can be served here")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "huge"], "preset is 'huge'; allowed: mini"),
+        (["--preset", "mini", "--size", "9x9"], "size: '9x9'; allowed for mini: 256x160"),
+        (["--port", "0"], "port"),
+    ],
+)
+def test_bad_questions_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *options]) == 2
+    assert message in capsys.readouterr().err
