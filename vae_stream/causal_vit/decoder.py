@@ -189,7 +189,9 @@ def _calls(form: Form, vit: Vit, causal: CausalConfig, *, height: int, width: in
         raise ValueError(f"form: {form} on {device}; allowed: {Form.PLAIN}, or cuda with triton")
     runner = None
     if form == Form.RECORDED:
-        runner = GraphRunner(CudaCapture(device), RunnerLimits(captures_per_turn=1))
+        # Before the kernels of a refresh beside it: somebody waits for the pictures.
+        capture = CudaCapture(device, priority=-1)
+        runner = GraphRunner(capture, RunnerLimits(captures_per_turn=1))
     return FusedCalls(
         vit, causal, height=height, width=width, compile_mode=CompileMode.BLOCKS, runner=runner
     )
