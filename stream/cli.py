@@ -39,6 +39,7 @@ from stream.jobs import (
     plan_outputs,
     read_batch,
 )
+from stream.load_news import TerminalNews
 from stream.replay import plan_replay, replay
 from stream.trace import read_trace, trace_path
 from stream.world_spec import prompt_options
@@ -64,7 +65,7 @@ class Generate:
         job = plan(self.job)
         from stream.worlds import ModelCache
 
-        made = generate(job, ModelCache())
+        made = generate(job, ModelCache(TerminalNews()))
         _print_made(made, job)
         return EXIT_INTERRUPTED if made.is_interrupted else EXIT_OK
 
@@ -119,7 +120,7 @@ class Replay:
 
         from stream.worlds import ModelCache
 
-        result = replay(ready, ModelCache())
+        result = replay(ready, ModelCache(TerminalNews()))
         for warning in result.warnings:
             _say(f"warning: {warning}")
         made = result.made
@@ -318,7 +319,7 @@ def _run_batch(path: str, defaults: JobOptions) -> int:
     lines = read_batch(path)
     from stream.worlds import ModelCache
 
-    models = ModelCache()
+    models = ModelCache(TerminalNews())
     failed: list[int] = []
     done_count = 0
     for number, line in lines:

@@ -64,6 +64,13 @@ _H3 = (
         is_needed=True,
         without="no world can begin at a picture",
     ),
+    WeightSource(
+        role=Role.AUDIO_CODEC,
+        repository="MiniMaxAI/MiniMax-H3: audio_vae/, which silence passes once, by diffusers",
+        size_gb=0.6,
+        is_needed=False,
+        without="zeros stand for the latents of silence",
+    ),
 )
 
 LICENCE_NOTE = (

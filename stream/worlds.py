@@ -76,7 +76,8 @@ class ModelCache:
         if spec.source == "renderer":
             assert start.scene is not None
             return RendererWorld(start.scene, spec.geometry)
-        rgb_HWC = first_picture(start, spec.geometry)
+        with self._news.stage("scene"):
+            rgb_HWC = first_picture(start, spec.geometry)
         models = self._load(spec)
         with self._news.stage("first picture"):
             anchor_BCTHW = models.encoder.encode_image(rgb_HWC).float()

@@ -34,7 +34,7 @@ def test_a_record_has_the_parts_of_each_figure(
         "decode_first_frames", "host",
     }  # fmt: skip
     stages = line["start_up_s"]
-    assert list(stages)[:2] == ["imports", "transformer"]
+    assert list(stages)[:3] == ["imports", "scene", "transformer"]
     assert list(stages)[-1] == "first frame"
     assert line["first_frame_after_s"] == pytest.approx(sum(stages.values()), abs=0.1)
     planned = line["memory"]

@@ -1,0 +1,153 @@
+"""h3_33b from a folder of released formats, small: the commands and the service, end to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from engine.config import Qwen3VlTextConfig, preset
+from engine.memory import MemoryPlan, Present
+from engine.types import Action, Control, LoadEvent
+from stream.cli import main
+from stream.load_news import LoadNews
+from stream.plan_table import plan_text
+from stream.session import ModelWorld, Session
+from stream.settings import load_settings
+from stream.trace import read_trace
+from stream.workers import spec_of
+from stream.world_source import LoadedWorlds
+from stream.world_spec import WorldSpec, read_start
+from tests.engine.prompts.tiny_qwen import READ, WIDTH, write_qwen
+from tests.released import original_state, write_sharded
+from tests.tiny import narrow_config, tiny_model
+from tests.vae_stream.h3_tiny import random_vit, randomise, tensors_in, write_folder
+from vae_stream.h3_encoder import H3Encoder, H3EncoderConfig
+from vae_stream.vit_weights import VitLayout
+
+pytestmark = pytest.mark.cpu
+
+SIZE = preset("h3_33b").geometries[1]
+PROMPT = "a meadow by day"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a person would fill it, of a model with one block of one head.
+
+    Only `config.json` at its top is ours: it says that the model is small.
+    """
+    folder = tmp_path_factory.mktemp("weights")
+    config = dataclasses.replace(
+        narrow_config(),
+        geometry=SIZE,
+        text_dim=WIDTH,
+        text=Qwen3VlTextConfig(layer=READ, caption_rows=40),
+    )
+    (folder / "config.json").write_text(config.to_json())
+    model = tiny_model(config)
+    write_sharded(folder / "transformer", original_state(model, config), "model", 3)
+    write_folder(folder / "causal_decoder", tensors_in(random_vit(), VitLayout.CAUSAL))
+    encoder = H3Encoder(H3EncoderConfig(widths=(8, 8, 8, 8, 8, 8), block_count=1, norm_groups=4))
+    randomise(encoder)
+    write_folder(folder / "vae", encoder.state_dict(), {"norm_num_groups": 4})
+    write_qwen(folder)
+    return folder
+
+
+class Heard(LoadNews):
+    """Remembers what was told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.table = ""
+
+    def planned(self, plan: MemoryPlan, present: Present) -> None:
+        self.told.append("planned")
+        self.table = plan_text(plan, present)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.told.append(name)
+        yield
+
+    def read(self, event: LoadEvent) -> None:
+        self.told.append("read")
+
+
+def _spec(weights: Path, cache: Path) -> WorldSpec:
+    """As the service has it."""
+    return spec_of(
+        load_settings(
+            preset="h3_33b",
+            weights=str(weights),
+            size=f"{SIZE.width_px}x{SIZE.height_px}",
+            device="cpu",
+            dtype="float32",
+            prompt_cache=str(cache),
+        )
+    )
+
+
+def test_generate_makes_a_video_of_a_released_folder(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, out, cache = tmp_path / "a.png", tmp_path / "a.mp4", tmp_path / "cache"
+    Image.new("RGB", (SIZE.width_px, SIZE.height_px), (90, 120, 60)).save(image)
+    options = ["--preset", "h3_33b", "--weights", str(weights), "--size", "832x480"]
+    options += ["--device", "cpu", "--dtype", "float32", "--prompt-cache", str(cache)]
+    walk = ["--image", str(image), "--prompt", PROMPT, "--actions", "w*17", "--out", str(out)]
+    assert main(["generate", *options, *walk]) == 0, capsys.readouterr().err
+    assert "1 chunks, 17 frames" in capsys.readouterr().out
+    assert out.stat().st_size > 0
+    trace = read_trace(tmp_path / "a.trace.jsonl")
+    assert trace.header.preset == "h3_33b"
+
+
+def test_the_service_opens_the_same_world_and_tells_how(weights: Path, tmp_path: Path) -> None:
+    heard, spec = Heard(), _spec(weights, tmp_path)
+    source = LoadedWorlds(spec, heard)
+    world = source.open(read_start(spec, image=None, scene="meadow-lake"))
+    assert isinstance(world, ModelWorld)
+    assert heard.told[:3] == ["scene", "planned", "transformer"]
+    stages = [each for each in heard.told if each not in ("planned", "read")]
+    assert stages == ["scene", "transformer", "decoder", "picture encoder", "first picture"]
+    assert heard.told.index("read") > heard.told.index("transformer")
+    for part in ("blocks", "window", "decoder, state", "picture encoder", "prompt encoder"):
+        assert part in heard.table
+    assert world.decoder_name.startswith("causal ViT")
+    session = Session(world, prompt=PROMPT, seed=1)
+    walk = Action.from_keys([[Control.FORWARD, Control.LOOK_LEFT]] * 17)
+    counts = []
+    for _ in range(2):
+        frames = [each.frames_THWC for each in session.step(walk)]
+        counts.append(sum(len(each) for each in frames))
+        assert torch.cat(frames).float().std() > 1.0
+    # Whole chunks: what is shown never waits for an action that is not known yet.
+    assert counts == [17, 17]
+    session.switch_prompt("snow at night")
+    source.close()
+
+
+def test_the_doctor_finds_every_network(
+    weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stream.doctor.present_memory", lambda device: Present(device_gib=139.0))
+    main(["doctor", "--weights", str(weights), "--size", "832x480", "--json", "--device", "cpu"])
+    found = json.loads(capsys.readouterr().out)
+    files = {each["name"]: each for each in found["findings"] if each["section"] == "files"}
+    for name, place in (
+        ("transformer", "transformer"),
+        ("decoder", "causal_decoder"),
+        ("picture encoder", "vae"),
+        ("prompt encoder", "text_encoder"),
+    ):
+        assert (files[name]["health"], files[name]["detail"]) == ("ok", place)
+    assert not [each for each in found["missing"] if each.startswith(("files", "memory"))]
+    assert found["memory"][0]["fits"]
