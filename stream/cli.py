@@ -151,7 +151,7 @@ class Serve:
     linear: Text = None
     """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, or a json file."""
     kernels: Text = None
-    """Fused kernels and where they round: off, eager or fast."""
+    """Fused kernels and where they round: auto, off, eager or fast."""
     scene: Text = None
     """What a session begins with."""
     prompt_encoder: File = None

@@ -40,7 +40,7 @@ class ServerSettings(BaseSettings):
     """Mode of the decoder, which also chooses among several; auto: the best that is there."""
     linear: str = "auto"
     """Products of the blocks; auto: bf16 wherever that fits, else eight bits."""
-    kernels: Literal["off", "eager", "fast"] = "off"
+    kernels: Literal["auto", "off", "eager", "fast"] = "auto"
     """Fused kernels and where they round."""
     prompt_encoder: str | None = None
     """Folder of the Qwen3-VL that h3_33b reads; by default the one beside the weights."""

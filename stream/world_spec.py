@@ -53,7 +53,7 @@ def world_spec(
     prompts: PromptOptions | None = None,
     decoder: str = "auto",
     linear: str = "auto",
-    kernels: str = "off",
+    kernels: str = "auto",
 ) -> WorldSpec:
     """Resolve a preset at one of its sizes."""
     if preset_name not in PRESET_NAMES:
