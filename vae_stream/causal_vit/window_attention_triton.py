@@ -31,7 +31,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILE = Tile(queries=128, keys=64, warps=4, stages=3)
+TILES = {
+    torch.bfloat16: Tile(queries=128, keys=64, warps=4, stages=3),
+    # Exact products run on plain cores, from registers: larger tiles spill and compile for ages.
+    torch.float32: Tile(queries=32, keys=32, warps=4, stages=2),
+}
 _LAST_ROWS = 16
 """Rows of a product at least; the suffix has five."""
 
@@ -230,13 +234,13 @@ def place(
 def attend(
     q_RD: Tensor, key_SRD: Tensor, value_SRD: Tensor, last_key_RD: Tensor, last_value_RD: Tensor,
     slots_S: Tensor, count_1: Tensor, token_WJ: Tensor, size_W: Tensor, heads: int,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch; see `window_attention`."""
     tokens, channels = key_SRD.shape[1:]
     suffix, (windows, places) = last_key_RD.shape[0], token_WJ.shape
     latents, width = (q_RD.shape[0] - suffix) // tokens, channels // heads
-    scale = width**-0.5 * _LOG2_E
+    scale, tile = width**-0.5 * _LOG2_E, tile or TILES[q_RD.dtype]
     out_RD = torch.empty_like(q_RD)
     parts = q_RD.new_empty((windows, heads, _LAST_ROWS, width + 2), dtype=torch.float32).view(-1)
     count = windows * heads * _LAST_ROWS
