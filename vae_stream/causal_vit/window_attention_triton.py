@@ -191,26 +191,20 @@ def _attend_kernel(
 @triton.jit
 def _merge_kernel(
     acc_ptr, best_ptr, total_ptr, out_ptr, windows, first_row,
-    SUFFIX: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    WINDOWS_PAD: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of the suffix's softmax."""
-    head = tl.program_id(0)
-    row, at = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    for window in range(windows):
-        part = (window * tl.num_programs(0) + head) * ROWS + row
-        own = tl.load(best_ptr + part)
-        newest = tl.maximum(best, own)
-        shrink, grow = tl.exp2(best - newest), tl.exp2(own - newest)
-        total = total * shrink + tl.load(total_ptr + part) * grow
-        own_acc = tl.load(acc_ptr + part[:, None] * WIDTH + at[None, :])
-        acc = acc * shrink[:, None] + own_acc * grow[:, None]
-        best = newest
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    target = (first_row + row).to(tl.int64)[:, None] * D + head * WIDTH + at[None, :]
-    tl.store(out_ptr + target, out, mask=(row < SUFFIX)[:, None])
+    """Join the parts of the softmax of one row of the suffix."""
+    head, last = tl.program_id(0), tl.program_id(1)
+    window, at = tl.arange(0, WINDOWS_PAD), tl.arange(0, WIDTH)
+    is_there = window < windows
+    part = (window * tl.num_programs(0) + head) * ROWS + last
+    best = tl.load(best_ptr + part, mask=is_there, other=float("-inf"))
+    weight = tl.exp2(best - tl.max(best, axis=0))
+    total = tl.load(total_ptr + part, mask=is_there, other=0.0)
+    acc = tl.load(acc_ptr + part[:, None] * WIDTH + at[None, :], mask=is_there[:, None], other=0.0)
+    out = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
+    target = (first_row + last).to(tl.int64) * D + head * WIDTH + at
+    tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty))
 
 
 def place(
@@ -251,8 +245,9 @@ def attend(
         WIDTH=width, D=channels, QUERIES=tile.queries, KEYS=tile.keys, ROWS=_LAST_ROWS,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    _merge_kernel[(heads,)](
-        acc, best, total, out_RD, windows, latents * tokens, SUFFIX=suffix, WIDTH=width,
-        D=channels, ROWS=_LAST_ROWS, num_warps=1,
+    _merge_kernel[(heads, suffix)](
+        acc, best, total, out_RD, windows, latents * tokens,
+        WINDOWS_PAD=max(2, triton.next_power_of_2(windows)), WIDTH=width, D=channels, ROWS=_LAST_ROWS,
+        num_warps=1,
     )  # fmt: skip
     return out_RD
