@@ -247,7 +247,7 @@ def attend(
     )  # fmt: skip
     _merge_kernel[(heads, suffix)](
         acc, best, total, out_RD, windows, latents * tokens,
-        WINDOWS_PAD=max(2, triton.next_power_of_2(windows)), WIDTH=width, D=channels, ROWS=_LAST_ROWS,
-        num_warps=1,
+        WINDOWS_PAD=max(2, triton.next_power_of_2(windows)), WIDTH=width, D=channels,
+        ROWS=_LAST_ROWS, num_warps=1,
     )  # fmt: skip
     return out_RD

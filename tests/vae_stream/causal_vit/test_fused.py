@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,6 +18,25 @@ from vae_stream.causal_vit.places import plan_windows
 from vae_stream.vit import VitConfig
 
 pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_interpreted_it_agrees_with_the_plain_form() -> None:
+    """Kernels, calls and recordings in one process: the interpreter is chosen at import."""
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.vae_stream.causal_vit.interpreted"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert len(found) > 4
+    assert found == {name: [] for name in found}
 
 
 def test_parts_of_bf16_make_the_product_of_fp32() -> None:
