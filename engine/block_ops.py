@@ -32,6 +32,17 @@ Rows = Tensor | Fp8Rows
 """Rows that enter a linear."""
 
 
+class Sum(NamedTuple):
+    """Two tensors alike that stand for their sum, rounded to their dtype."""
+
+    base: Tensor
+    delta: Tensor
+
+
+Projected = Tensor | Sum
+"""Queries, keys or values [B, R, N, K] on their way from `project` to `place`."""
+
+
 def join_rows(parts: Sequence[Rows]) -> Rows:
     """Concatenate parts of one kind along the rows, axis 1."""
     plain = [part for part in parts if isinstance(part, Tensor)]
@@ -56,7 +67,7 @@ class RowOps(Protocol):
     """Moves rows in and out of the frame of attention; needs no weights of linears."""
 
     def place(
-        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, slot: Slot
+        self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected, slot: Slot
     ) -> Tensor:
         """Write keys and values into the slot and return the placed queries."""
         ...
@@ -75,7 +86,7 @@ class BlockOps(RowOps, Protocol):
 
     def project(
         self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Projected, Projected, Projected]:
         """Return q, k, v [B, R, N, K] for `place`; each of M modulations serves R / M rows."""
         ...
 
@@ -88,9 +99,12 @@ class PlainRowOps:
     """The form of `engine.attention.placement`."""
 
     def place(
-        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, slot: Slot
+        self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected, slot: Slot
     ) -> Tensor:
-        """Take normalised queries and keys."""
+        """Take normalised queries and keys; nothing is left to be summed."""
+        assert isinstance(q_BRNK, Tensor)
+        assert isinstance(k_BRNK, Tensor)
+        assert isinstance(v_BRNK, Tensor)
         placement = slot.placement
         slot.key_BRNK.copy_(placement.key(k_BRNK))
         slot.value_BRNK.copy_(placement.value(v_BRNK))

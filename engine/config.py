@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from engine.errors import ConfigError
+from engine.strict_json import read_dataclass
 
 PRESET_NAMES = ("mini", "h3_33b", "tiny")
 BackendName = Literal[
@@ -23,6 +23,7 @@ BackendName = Literal[
 ]  # fmt: skip
 CompileChoice = Literal["auto", "off", "blocks", "full"]
 KernelChoice = Literal["auto", "off", "eager", "fast"]
+LoraChoice = Literal["auto", "merged", "separate", "fused"]
 QkvChoice = Literal["auto", "interleaved", "stacked"]
 PromptResidency = Literal["auto", "gpu", "cpu", "free"]
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
@@ -30,8 +31,6 @@ LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
 VAE_SPATIAL_FACTOR = 16
 FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
 """Pixel frames that the latents of one chunk cover; the pattern repeats every five latents."""
-
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,7 +257,7 @@ class ModelConfig:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{where} is not json: {error}") from error
-        return _read(cls, data, where)
+        return read_dataclass(cls, data, where)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,10 +319,15 @@ class EngineConfig:
     """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
     scale a row, which is an approximation; or a json file of one's own (`quant.read_scheme`).
     "auto": "bf16" wherever that fits, see `memory.choose_plan`."""
+    lora: str | None = None
+    """An adapter: a file, or the folder that training left it in."""
+    lora_mode: LoraChoice = "auto"
+    """How it is used, see `engine.lora`. "auto": merged into linears in eight bits, where that
+    loses nothing; fused where kernels can; else separate."""
     qkv_layout: QkvChoice = "auto"
     """Order of fused projections in weights of the original layout, which no file tells: "auto"
-    takes several files for official shards (interleaved per head) and one for a re-packed one
-    (stacked)."""
+    takes several files, or an index, for official shards (interleaved per head) and one file for
+    a re-packed one (stacked)."""
     free_adaln: bool | Literal["auto"] = "auto"
     """Give the modulation weights up once their tables are built, but for the third that a new
     session's audio time needs: 17 GB of the large model. "auto": where it would not fit else."""
@@ -350,7 +354,7 @@ class EngineConfig:
         for name, choices in (
             ("compile", CompileChoice), ("attention", BackendName), ("kernels", KernelChoice),
             ("graphs", Literal[True, False, "auto"]), ("free_adaln", Literal[True, False, "auto"]),
-            ("qkv_layout", QkvChoice),
+            ("qkv_layout", QkvChoice), ("lora_mode", LoraChoice),
         ):  # fmt: skip
             value, allowed = getattr(self, name), typing.get_args(choices)
             if value not in allowed:
@@ -452,51 +456,3 @@ def parameter_count(model: ModelConfig) -> int:
 def adaln_parameter_count(model: ModelConfig) -> int:
     """Parameters behind the modulation of the blocks, which depends on times alone."""
     return model.num_layers * 18 * (model.time_embed_dim + 1) * model.hidden_size
-
-
-def _read(cls: type[Config], data: Any, where: str) -> Config:
-    """Dataclass from decoded json, section by section, with no key missing or left over."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where} is {type(data).__name__}; allowed: an object")
-    hints = typing.get_type_hints(cls)
-    allowed = ", ".join(hints)
-    for key in data:
-        if key not in hints:
-            raise ConfigError(f"{where}: unknown key {key!r}; allowed: {allowed}")
-    for key in hints:
-        if key not in data:
-            raise ConfigError(f"{where}: missing key {key!r}; needed: {allowed}")
-    values = {key: _value(hint, data[key], f"{where}: {key}") for key, hint in hints.items()}
-    return cls(**values)
-
-
-def _has_keys_of(cls: Any, value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == set(typing.get_type_hints(cls))
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _read(hint, value, where)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        if value not in arguments:
-            raise ConfigError(f"{where} is {value!r}; allowed: {', '.join(map(repr, arguments))}")
-        return value
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        inner = [each for each in arguments if each is not type(None)]
-        # Sections that are alternatives differ in their keys; the first is named where none fits.
-        fits = (each for each in inner[1:] if _has_keys_of(each, value))
-        return _value(next(fits, inner[0]), value, where)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} is {value!r}; allowed: a list")
-        if arguments[-1] is not Ellipsis and len(value) != len(arguments):
-            raise ConfigError(f"{where} has {len(value)} items; allowed: {len(arguments)}")
-        return tuple(_value(arguments[0], item, where) for item in value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise ConfigError(f"{where} is {value!r}; allowed: {hint.__name__}")
-    return value

@@ -5,13 +5,15 @@
 
 Owns `fused_block_ops`. Queries, keys and values are one product, whose weights lie in one piece;
 between `project` and `place` they are as projected, not normalised. Where a linear is in eight bits
-the kernel before it ends with the quantisation of its rows. The plain code of the blocks still runs
-on the same weights and is the oracle.
+the kernel before it ends with the quantisation of its rows. Where one has an adapter beside it, its
+products are the same whether the kernel behind it forms the sum or it is formed before. The plain
+code of the blocks still runs on the same weights and is the oracle.
 Shape suffixes: B batch, R rows, D width, N heads, K head width, M runs of rows with one modulation.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.placement import Placement
-from engine.block_ops import BlockOps, Fp8Rows, Rows, Slot
+from engine.block_ops import BlockOps, Fp8Rows, Projected, Rows, Slot, Sum
 from engine.errors import UnsupportedError
 from engine.kernels import adaln, fp8_linear, qknorm_rope, swiglu
 from engine.kernels.reference import Rounding
 from engine.model.dit import MiniMaxH3Transformer, RMSNorm
+from engine.model.lora_linear import LoraLinear
 from engine.quant import Fp8Linear, block_linears
 
 
@@ -34,8 +37,35 @@ class _Product:
 
     weight_NK: Tensor
     scale_N: Tensor | None
+    adapted: tuple[nn.Module, ...] = ()
+    """The linears side by side, if any of them has a low-rank branch."""
+
+    @property
+    def sums_inside(self) -> bool:
+        """Whether the kernel behind the product adds what the branches make."""
+        return any(isinstance(each, LoraLinear) and each.sums_inside for each in self.adapted)
+
+    def deltas(self, rows: Rows) -> list[Tensor]:
+        """What is added to the outputs of each linear; empty without an adapter."""
+        if not self.adapted:
+            return []
+        assert isinstance(rows, Tensor)
+        return [
+            linear.branch(rows)
+            if isinstance(linear, LoraLinear)
+            else rows.new_zeros(*rows.shape[:-1], linear.get_parameter("weight").shape[0])
+            for linear in self.adapted
+        ]
+
+    def summed(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Return the outputs with what is added to them."""
+        deltas, base = self.deltas(rows), self(rows, dtype)
+        if not deltas:
+            return base
+        return base + (deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1))
 
     def __call__(self, rows: Rows, dtype: torch.dtype) -> Tensor:
+        """Return the outputs of the weights alone."""
         if self.scale_N is None:
             assert isinstance(rows, Tensor)
             return F.linear(rows, self.weight_NK)
@@ -98,7 +128,7 @@ class _FusedBlockOps:
 
     def project(
         self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Projected, Projected, Projected]:
         """Return q, k, v as projected, views of one product."""
         block = self._blocks[layer]
         norm = (block.norm1.weight, modulation_BM6D, block.norm1.eps, self._rounding)
@@ -107,20 +137,34 @@ class _FusedBlockOps:
             rows = adaln.norm_modulate(x_BRD, *norm)
         else:
             rows = Fp8Rows(*adaln.norm_modulate_fp8(x_BRD, *norm))
-        qkv_BR3NK = block.qkv(rows, x_BRD.dtype).unflatten(-1, (3, self._heads, self._width))
-        q_BRNK, k_BRNK, v_BRNK = qkv_BR3NK.unbind(2)
-        return q_BRNK, k_BRNK, v_BRNK
+        base_BRF, delta = self._terms(block.qkv, rows, x_BRD.dtype)
+        parts = base_BRF.unflatten(-1, (3, self._heads, self._width)).unbind(2)
+        if delta is None:
+            return parts[0], parts[1], parts[2]
+        deltas = (each.unflatten(-1, (self._heads, self._width)) for each in delta)
+        q, k, v = (Sum(*pair) for pair in zip(parts, deltas, strict=True))
+        return q, k, v
+
+    @staticmethod
+    def _terms(
+        product: _Product, rows: Rows, dtype: torch.dtype
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Outputs and, where a kernel is to add it, what is added to each linear's part."""
+        if not product.sums_inside:
+            return product.summed(rows, dtype), None
+        return product(rows, dtype), product.deltas(rows)
 
     def place(
-        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, slot: Slot
+        self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected, slot: Slot
     ) -> Tensor:
         """Take what `project` returned."""
         block, placement = self._blocks[layer], slot.placement
         camera = placement.camera
+        (q, q_delta), (k, k_delta), (v, v_delta) = map(_apart, (q_BRNK, k_BRNK, v_BRNK))
         return qknorm_rope.place(
-            q_BRNK, k_BRNK, v_BRNK, block.norm_q.weight, block.norm_k.weight, placement.cos_RK,
+            q, k, v, block.norm_q.weight, block.norm_k.weight, placement.cos_RK,
             placement.sin_RK, camera.query, camera.key_value, slot.key_BRNK, slot.value_BRNK,
-            slot.raw_BRNK, block.norm_q.eps, self._rounding,
+            slot.raw_BRNK, block.norm_q.eps, self._rounding, q_delta, k_delta, v_delta,
         )  # fmt: skip
 
     def output(self, layer: int, o_BRNK: Tensor, placement: Placement) -> Rows:
@@ -137,28 +181,43 @@ class _FusedBlockOps:
     def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
         """Take what `output` returned."""
         block, rounding, dtype = self._blocks[layer], self._rounding, x_BRD.dtype
-        branch_BRD = block.out(o.flatten(-2) if isinstance(o, Tensor) else o, dtype)
+        merged: Rows = o.flatten(-2) if isinstance(o, Tensor) else o
+        branch_BRD, delta = self._terms(block.out, merged, dtype)
         norm = (block.norm2.weight, modulation_BM6D, block.norm2.eps, rounding)
         rows: Rows
         if block.up.scale_N is None:
-            x_BRD, rows = adaln.add_norm_modulate(x_BRD, branch_BRD, *norm)
+            x_BRD, rows = adaln.add_norm_modulate(x_BRD, branch_BRD, *norm, _only(delta))
         else:
             x_BRD, *quantized = adaln.add_norm_modulate_fp8(x_BRD, branch_BRD, *norm)
             rows = Fp8Rows(*quantized)
-        z_BRF = block.up(rows, dtype)
+        z_BRF, delta = self._terms(block.up, rows, dtype)
         if block.down.scale_N is None:
-            rows = swiglu.swiglu(z_BRF, rounding)
+            rows = swiglu.swiglu(z_BRF, rounding, _only(delta))
         else:
             rows = Fp8Rows(*swiglu.swiglu_fp8(z_BRF, rounding))
-        return adaln.add_gated(x_BRD, block.down(rows, dtype), modulation_BM6D, rounding)
+        branch_BRD, delta = self._terms(block.down, rows, dtype)
+        return adaln.add_gated(x_BRD, branch_BRD, modulation_BM6D, rounding, _only(delta))
 
     def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
         """Rotate in place."""
         qknorm_rope.rotate(raw_BRNK, cos_RK, sin_RK, key_BRNK, self._rounding)
 
 
+def _apart(projected: Projected) -> tuple[Tensor, Tensor | None]:
+    """Base and delta."""
+    return (projected, None) if isinstance(projected, Tensor) else (projected.base, projected.delta)
+
+
+def _only(deltas: list[Tensor] | None) -> Tensor | None:
+    """Delta of a product of one linear."""
+    return None if deltas is None else deltas[0]
+
+
 def _product(modules: Sequence[nn.Module]) -> _Product:
     """One product of the linears side by side."""
+    if any(isinstance(module, LoraLinear) for module in modules):
+        bases = [each.base if isinstance(each, LoraLinear) else each for each in modules]
+        return dataclasses.replace(_product(bases), adapted=tuple(modules))
     kinds = [type(module).__name__ for module in modules]
     if all(isinstance(module, Fp8Linear) for module in modules):
         return _Product(weight_NK=_joined(modules, "codes_NK"), scale_N=_joined(modules, "scale_N"))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.placement import Placement, PlacementOps
-from engine.block_ops import PlainRowOps, RowOps, Slot
+from engine.block_ops import PlainRowOps, Projected, RowOps, Slot
 from engine.cache_buffers import CacheBuffers
 from engine.config import ModelConfig
 from engine.errors import StateError
@@ -56,12 +56,18 @@ class WindowCache(Protocol):
         """Where the rows of the current chunk sit."""
         ...
 
-    def prefix_slot(self, layer: int, k_BRNK: Tensor, placement: Placement) -> Slot:
+    def prefix_slot(self, layer: int, k_BRNK: Projected, placement: Placement) -> Slot:
         """Room for placed keys and values of the prefix, shaped like ``k_BRNK``."""
         ...
 
     def window(
-        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+        self,
+        layer: int,
+        q_BRNK: Projected,
+        k_BRNK: Projected,
+        v_BRNK: Projected,
+        *,
+        keep: bool,
     ) -> Window:
         """Place the current chunk and return what attention reads."""
         ...
@@ -188,8 +194,9 @@ class PlainCache(CacheOrder):
         """Keys (before RoPE and PRoPE) and values of the cached chunks, oldest first."""
         return [chunk[layer] for chunk in self._chunks[-self.history_limit :]]
 
-    def prefix_slot(self, layer: int, k_BRNK: Tensor, placement: Placement) -> Slot:
+    def prefix_slot(self, layer: int, k_BRNK: Projected, placement: Placement) -> Slot:
         """Room for placed keys and values of the prefix."""
+        assert isinstance(k_BRNK, Tensor)
         key, value = (torch.empty_like(k_BRNK) for _ in range(2))
         self._prefix[layer] = (key, value)
         return Slot(key_BRNK=key, value_BRNK=value, raw_BRNK=None, placement=placement)
@@ -201,9 +208,18 @@ class PlainCache(CacheOrder):
         self._placement = None
 
     def window(
-        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+        self,
+        layer: int,
+        q_BRNK: Projected,
+        k_BRNK: Projected,
+        v_BRNK: Projected,
+        *,
+        keep: bool,
     ) -> Window:
         """Place and concatenate prefix, history and the current chunk."""
+        assert isinstance(q_BRNK, Tensor)
+        assert isinstance(k_BRNK, Tensor)
+        assert isinstance(v_BRNK, Tensor)
         placement = self.placement
         if keep:
             self._current[layer] = (k_BRNK, v_BRNK)
@@ -305,7 +321,7 @@ class PackedCache(CacheOrder):
         begin = self.tables.prefix_rows + slot * self.rows
         return slice(begin, begin + self.rows)
 
-    def prefix_slot(self, layer: int, k_BRNK: Tensor, placement: Placement) -> Slot:
+    def prefix_slot(self, layer: int, k_BRNK: Projected, placement: Placement) -> Slot:
         """Room for placed keys and values of the prefix: the front of the buffers."""
         rows = slice(0, self.tables.prefix_rows)
         return Slot(
@@ -329,7 +345,13 @@ class PackedCache(CacheOrder):
             self._rotate(slot)
 
     def window(
-        self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor, *, keep: bool
+        self,
+        layer: int,
+        q_BRNK: Projected,
+        k_BRNK: Projected,
+        v_BRNK: Projected,
+        *,
+        keep: bool,
     ) -> Window:
         """Place the current chunk in its slot and return views up to its end."""
         views, rows = self.views, self._rows_of(self.slot)
@@ -340,10 +362,10 @@ class PackedCache(CacheOrder):
             raw_BRNK=views.raw_BRNK[layer] if keep else None,
             placement=self.placement,
         )
-        q_BRNK = self._ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
+        placed_BRNK = self._ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
         if keep:
             self._mark(layer)
-        return Window(q_BRNK, keys_BSNK, values_BSNK)
+        return Window(placed_BRNK, keys_BSNK, values_BSNK)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Buffers by name, shared; the last commit can no longer be undone."""

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.checkpoint.adapters import Adapter
 from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
 from engine.checkpoint.reading import OnLoad, empty_model, load_model
-from engine.checkpoint.source import find_transformer, open_source
+from engine.checkpoint.source import open_source
 from engine.config import (
     PRESET_NAMES,
     EngineConfig,
@@ -38,6 +39,8 @@ from engine.device import (
     torch_dtype,
 )
 from engine.errors import CheckpointError, ConfigError
+from engine.linears import QuantCache, kept_fp8, prepare_linears
+from engine.lora import adapter_of, adapter_parts, resolve_mode
 from engine.memory import DtypeName, MemoryPart, MemoryPlan, choose_plan
 from engine.model.dit import MiniMaxH3Transformer
 from engine.prompts.cached import (
@@ -96,18 +99,28 @@ def pretrained_parts(
     if not path.exists():
         raise CheckpointError(f"{path} is not a folder; expected one with weights")
     root = path if path.is_dir() else path.parent
-    model_config, path = _find(path, model_config)
+    model_config = read_config(path, model_config)
     known_hash = verify_manifest(path)
     weights = open_source(path, model_config, qkv=config.qkv_layout)
     has_words = isinstance(model_config.text, TextConfig)
     if has_words and not weights.text_pieces:
         raise CheckpointError(f"{path} has no text encoder; expected tensors text_encoder.*")
+    adapter = adapter_of(config, model_config, weights.curve)
     files = _prompt_files(model_config, config, beside=(root, root.parent))
     silence_GCT = _silence(model_config, config)
     device = resolve_device(config.device)
     config, choice = _resolve_memory(
-        model_config, config, device, geometries, world_size=world_size, files=files
+        model_config,
+        config,
+        device,
+        geometries,
+        world_size=world_size,
+        files=files,
+        adapter=adapter,
     )
+    config = _with_lora_mode(config, adapter, world_size)
+    weights_hash = _adapted_hash(known_hash or sampled_hash(weights), adapter)
+    cache = QuantCache(CACHE_FOLDER.expanduser() / "linears", weights_hash, config)
     words = WordEncoder.of(model_config) if has_words else None
     prompts = _prompts(files, model_config, config, device, on_progress)
     model = load_model(
@@ -115,8 +128,11 @@ def pretrained_parts(
         dtype=torch_dtype(choice.dtype),
         device=device,
         text_encoder=words,
+        eight_bits=cache.find(),
+        fp8_names=kept_fp8(weights, config, adapter),
         on_progress=on_progress,
     )
+    prepare_linears(model, config, adapter=adapter, cache=cache)
     text_encoder: PromptEncoder
     if words is not None:
         text_encoder = words.to(device)
@@ -127,7 +143,7 @@ def pretrained_parts(
         model=model,
         text_encoder=text_encoder,
         config=config,
-        model_hash=_joint_hash(known_hash or sampled_hash(weights), text_encoder, silence_GCT),
+        model_hash=_joint_hash(weights_hash, text_encoder, silence_GCT),
         dtype_choice=choice,
         silence_GCT=silence_GCT,
     )
@@ -184,17 +200,6 @@ def _joint_hash(model_hash: str, text_encoder: PromptEncoder, silence_GCT: Tenso
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
-def _find(path: Path, model_config: ModelConfig | None) -> tuple[ModelConfig, Path]:
-    """Return the configuration and where the transformer lies.
-
-    The folder's own configuration counts first, then that beside the transformer.
-    """
-    if model_config is None:
-        return read_config(path), path
-    found = find_transformer(path, read_config(path, model_config))
-    return read_config(found, read_config(path, model_config)), found
-
-
 def random_parts(
     model_config: ModelConfig,
     config: EngineConfig,
@@ -204,6 +209,7 @@ def random_parts(
     world_size: int = 1,
 ) -> ModelParts:
     """Build a model with random weights. Arguments and errors: see `Engine.from_random`."""
+    adapter = adapter_of(config, model_config)
     device = resolve_device(config.device)
     sizes = (*geometries, *smaller_geometries(model_config.geometry))
     # A prompt encoder is never random: without one, words stand in for it.
@@ -212,7 +218,7 @@ def random_parts(
         files = _prompt_files(model_config, config, beside=())
     silence_GCT = _silence(model_config, config)
     config, choice = _resolve_memory(
-        model_config, config, device, sizes, world_size=world_size, files=files
+        model_config, config, device, sizes, world_size=world_size, files=files, adapter=adapter
     )
     model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -222,16 +228,33 @@ def random_parts(
     words.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
     prompts = None if files is None else _prompts(files, model_config, config, device)
     text_encoder: PromptEncoder = words if prompts is None else prompts
+    config = _with_lora_mode(config, adapter, world_size)
+    prepare_linears(model, config, adapter=adapter)
     label = f"random {seed} {model_config.to_json()}"
     model_hash = "random-" + hashlib.sha256(label.encode()).hexdigest()
     return ModelParts(
         model=model.requires_grad_(False).eval(),
         text_encoder=text_encoder,
         config=config,
-        model_hash=_joint_hash(model_hash, text_encoder, silence_GCT),
+        model_hash=_joint_hash(_adapted_hash(model_hash, adapter), text_encoder, silence_GCT),
         dtype_choice=choice,
         silence_GCT=silence_GCT,
     )
+
+
+def _with_lora_mode(config: EngineConfig, adapter: Adapter | None, world_size: int) -> EngineConfig:
+    """Resolve how the adapter is used."""
+    if adapter is None:
+        return config
+    mode = resolve_mode(config, adapter, world_size=world_size)
+    return dataclasses.replace(config, lora_mode=mode)
+
+
+def _adapted_hash(model_hash: str, adapter: Adapter | None) -> str:
+    """Hash of weights and of what is added to them."""
+    if adapter is None:
+        return model_hash
+    return hashlib.sha256(f"{model_hash} {adapter.content_hash}".encode()).hexdigest()
 
 
 def _resolve_memory(
@@ -242,14 +265,16 @@ def _resolve_memory(
     *,
     world_size: int,
     files: PromptFiles | None,
+    adapter: Adapter | None,
 ) -> tuple[EngineConfig, DtypeChoice]:
     """Choose dtype, precision and residency; even measuring a block may need too much memory."""
     present = present_memory(device)
     places = residencies(config.prompts, device)
 
-    def beside(options: PromptOptions, size: Geometry) -> tuple[MemoryPart, ...]:
+    def beside(options: PromptOptions, dtype: DtypeName, size: Geometry) -> tuple[MemoryPart, ...]:
         rows = dataclasses.replace(model_config, geometry=size).text_rows
-        return prompt_parts(files, options, device, rows=rows)
+        factors = adapter_parts(adapter, config.lora_mode, torch_dtype(dtype))
+        return (*factors, *prompt_parts(files, options, device, rows=rows))
 
     def plan(dtype: DtypeName) -> MemoryPlan:
         return choose_plan(
@@ -258,7 +283,7 @@ def _resolve_memory(
             present,
             geometries=geometries,
             world_size=world_size,
-            beside=[functools.partial(beside, each) for each in places],
+            beside=[functools.partial(beside, each, dtype) for each in places],
         )
 
     if config.dtype != "auto":

@@ -178,6 +178,7 @@ def _plans(
     """All plans that the configuration allows, the one that gives up least first."""
     assert config.dtype != "auto"
     can_quantize = present.is_cuda and present.has_fp8 and config.dtype == "bfloat16"
+    can_quantize &= config.lora_mode not in ("separate", "fused")
     linears = [config.linear]
     if config.linear == "auto":
         linears = ["bf16", "fp8_rowwise"] if can_quantize else ["bf16"]

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.denoise import model_times
 from engine.errors import StateError
 from engine.layout import PrefixLayout
 from engine.model.dit import TAG_AUDIO, TAG_VIDEO, AdaLN, MiniMaxH3Transformer
+from engine.model.lora_linear import some_rows
 from engine.prefix import PrefixInputs
 
 
@@ -205,15 +205,12 @@ class AudioAdaLN(nn.Module):
 
     def __init__(self, whole: AdaLN) -> None:
         super().__init__()
-        linear = whole.linear
-        part = linear.out_features // 3
-        rows = slice(TAG_AUDIO * part, (TAG_AUDIO + 1) * part)
-        self.weight = nn.Parameter(linear.weight[rows].clone(), requires_grad=False)
-        self.bias = nn.Parameter(linear.bias[rows].clone(), requires_grad=False)
+        part = whole.linear.out_features // 3
+        self.linear = some_rows(whole.linear, slice(TAG_AUDIO * part, (TAG_AUDIO + 1) * part))
 
     def audio(self, temb_BC: Tensor) -> Tensor:
         """Return [B, 6, D] for silu(temb)."""
-        out = F.linear(temb_BC.to(self.weight.dtype), self.weight, self.bias)
+        out: Tensor = self.linear(temb_BC.to(self.linear.weight.dtype))
         return out.unflatten(-1, (6, -1))
 
     def forward(self, temb_MC: Tensor, parts: int) -> Tensor:

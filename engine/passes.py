@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend
 from engine.attention.placement import Placement
-from engine.block_ops import BlockOps, Rows, Slot
+from engine.block_ops import BlockOps, Projected, Rows, Slot
 from engine.kv_cache import PackedCache, WindowViews
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.prope import Projective
@@ -54,7 +54,7 @@ class _WindowAttend:
     windows: WindowViews
     keep: bool
 
-    def _place(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Tensor:
+    def _place(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> Tensor:
         windows, rows = self.windows, self.placement.cos_RK.shape[0]
         slot = Slot(
             key_BRNK=windows.keys_BSNK[layer][:, -rows:],
@@ -64,13 +64,13 @@ class _WindowAttend:
         )
         return self.ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Rows:
-        q_BRNK = self._place(layer, q_BRNK, k_BRNK, v_BRNK)
+    def __call__(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> Rows:
+        placed_BRNK = self._place(layer, q_BRNK, k_BRNK, v_BRNK)
         windows = self.windows
-        o_BRNK = self.backend(q_BRNK, windows.keys_BSNK[layer], windows.values_BSNK[layer])
+        o_BRNK = self.backend(placed_BRNK, windows.keys_BSNK[layer], windows.values_BSNK[layer])
         return self.ops.output(layer, o_BRNK, self.placement)
 
-    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> None:
         self._place(layer, q_BRNK, k_BRNK, v_BRNK)
 
 

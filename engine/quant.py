@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,6 +29,12 @@ LinearName = Literal["qkv", "out", "up", "down"]
 LINEARS: tuple[LinearName, ...] = get_args(LinearName)
 """Of a block: queries with keys and values, output of attention, both of the feed-forward part."""
 
+_PATHS: dict[LinearName, tuple[str, ...]] = {
+    "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "out": ("attn.to_out.0",),
+    "up": ("ff.net.0.proj",),
+    "down": ("ff.net.2",),
+}
 _GIB = 2**30
 _PROBE_ROWS = 64
 _KEPT_FIRST, _KEPT_LAST = 2, 3
@@ -129,6 +135,8 @@ class QuantReport:
     layers: tuple[LayerReport, ...]
     skipped: dict[str, str]
     """Layers that stay as they are, and why."""
+    ready: tuple[str, ...]
+    """Layers that were in eight bits already: from a cache, or released so."""
     before_gib: float
     """Weights of the quantised layers as they were."""
     after_gib: float
@@ -160,11 +168,22 @@ class Fp8Linear(nn.Module):
         return fp8_linear(*quantize_rows(x), self.codes_NK, self.scale_N, x.dtype)
 
 
+Widen = Callable[[str, Tensor], Tensor]
+"""Name of a linear and its weight to the weight in fp32, an update included."""
+
+
 @torch.no_grad()
-def quantize_(model: MiniMaxH3Transformer, scheme: Scheme) -> QuantReport:
+def quantize_(
+    model: MiniMaxH3Transformer, scheme: Scheme, widen: Widen | None = None
+) -> QuantReport:
     """Replace the linears that the scheme names; the weights that they had are given up.
 
     Queries, keys and values of a block go together and lie in one piece.
+
+    Args:
+        model: changed in place.
+        scheme: which linears.
+        widen: what is quantised in the place of a weight.
 
     Raises: ConfigError for blocks that the model does not have.
     """
@@ -172,20 +191,28 @@ def quantize_(model: MiniMaxH3Transformer, scheme: Scheme) -> QuantReport:
     for rule in scheme:
         if rule.blocks is not None and rule.blocks[1] >= count:
             raise ConfigError(f"blocks are {rule.blocks}; this model has 0 to {count - 1}")
-    layers, skipped, sizes = [], {}, [0, 0]
+    layers, skipped, ready, sizes = [], {}, [], [0, 0]
     for index in range(count):
         for linear, places in block_linears(model.block(index)).items():
             name = f"blocks.{index}.{linear}"
             modules = [getattr(owner, attribute) for owner, attribute in places]
+            if all(isinstance(module, Fp8Linear) for module in modules):
+                ready.append(name)
+                continue
             reason = _reason(modules, any(rule.names(index, count, linear) for rule in scheme))
             if reason is not None:
                 skipped[name] = reason
                 continue
-            weight_NK = torch.cat([module.weight for module in modules])
+            dtype = modules[0].weight.dtype
+            weights = [module.weight for module in modules]
+            sizes[0] += sum(weight.nbytes for weight in weights)
+            if widen is not None:
+                names = linear_names(index, linear)
+                weights = [widen(*pair) for pair in zip(names, weights, strict=True)]
+            weight_NK = torch.cat(weights)
             codes_NK, scale_N1 = quantized_rows(weight_NK)
             scale_N = scale_N1[:, 0].contiguous()
-            layers.append(_report(name, weight_NK, codes_NK, scale_N))
-            sizes[0] += weight_NK.nbytes
+            layers.append(_report(name, weight_NK, codes_NK, scale_N, dtype))
             sizes[1] += codes_NK.nbytes + scale_N.nbytes
             rows = [module.weight.shape[0] for module in modules]
             parts = zip(places, codes_NK.split(rows), scale_N.split(rows), strict=True)
@@ -194,6 +221,7 @@ def quantize_(model: MiniMaxH3Transformer, scheme: Scheme) -> QuantReport:
     return QuantReport(
         layers=tuple(layers),
         skipped=skipped,
+        ready=tuple(ready),
         before_gib=sizes[0] / _GIB,
         after_gib=sizes[1] / _GIB,
     )
@@ -201,13 +229,28 @@ def quantize_(model: MiniMaxH3Transformer, scheme: Scheme) -> QuantReport:
 
 def block_linears(block: TransformerBlock) -> dict[LinearName, list[tuple[nn.Module, str]]]:
     """Where the linears of a block hang: owner and attribute."""
-    attention, feed_forward = block.attn, block.ff.net
+    split = {name: [path.rpartition(".") for path in paths] for name, paths in _PATHS.items()}
     return {
-        "qkv": [(attention, "to_q"), (attention, "to_k"), (attention, "to_v")],
-        "out": [(attention.to_out, "0")],
-        "up": [(feed_forward[0], "proj")],
-        "down": [(feed_forward, "2")],
+        name: [(block.get_submodule(owner), attribute) for owner, _, attribute in places]
+        for name, places in split.items()
     }
+
+
+def linear_names(index: int, linear: LinearName) -> list[str]:
+    """Names of the linears of a block that go together."""
+    return [f"transformer_blocks.{index}.{path}" for path in _PATHS[linear]]
+
+
+def whole_groups(weights: Collection[str], scheme: Scheme, block_count: int) -> frozenset[str]:
+    """Those of some weights that a scheme names together with all that go with them."""
+    found: set[str] = set()
+    for index in range(block_count):
+        for linear in LINEARS:
+            names = [f"{name}.weight" for name in linear_names(index, linear)]
+            is_named = any(rule.names(index, block_count, linear) for rule in scheme)
+            if is_named and all(name in weights for name in names):
+                found.update(names)
+    return frozenset(found)
 
 
 def _reason(modules: Sequence[nn.Module], is_named: bool) -> str | None:
@@ -223,10 +266,12 @@ def _reason(modules: Sequence[nn.Module], is_named: bool) -> str | None:
     return None
 
 
-def _report(name: str, weight_NK: Tensor, codes_NK: Tensor, scale_N: Tensor) -> LayerReport:
+def _report(
+    name: str, weight_NK: Tensor, codes_NK: Tensor, scale_N: Tensor, dtype: torch.dtype
+) -> LayerReport:
     generator = torch.Generator(weight_NK.device).manual_seed(0)
     shape = (_PROBE_ROWS, weight_NK.shape[1])
-    probe = torch.randn(shape, generator=generator, device=weight_NK.device).to(weight_NK.dtype)
+    probe = torch.randn(shape, generator=generator, device=weight_NK.device).to(dtype)
     restored_NK = codes_NK.float() * scale_N[:, None]
     product = Fp8Linear(codes_NK, scale_N)(probe)
     return LayerReport(

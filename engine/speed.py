@@ -22,7 +22,7 @@ from engine.attention.choice import group_shapes, measure_on, plan_attention
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
 from engine.block_ops import BlockOps, PlainBlockOps, Rows
 from engine.config import EngineConfig
-from engine.errors import ConfigError, UnsupportedError
+from engine.errors import ConfigError
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
 from engine.model.packed_linear import can_pack, pack_blocks
 from graphs.capture import CudaCapture
@@ -98,16 +98,13 @@ def _no_compiler(device: torch.device) -> str | None:
 def speed_parts(
     model: MiniMaxH3Transformer, config: EngineConfig, *, world_size: int = 1
 ) -> SpeedParts:
-    """Build what a resolved configuration asks for; linears may be replaced in the model.
+    """Build what a resolved configuration asks for; plain linears may be packed in the model.
 
-    Raises: ConfigError for a scheme of linears that is no such thing, UnsupportedError for what
-        this machine or this model does not have.
+    Raises: UnsupportedError for what this machine or this model does not have.
     """
     device = model.proj_in.weight.device
     block_ops: BlockOps | None = None
     ops = eager_ops(device)
-    if config.linear != "bf16":
-        _quantize(model, config.linear)
     if config.compile != "off":
         keep_compiled_code(CACHE_FOLDER.expanduser() / "compiled")
     if config.compile == "off":
@@ -131,30 +128,6 @@ def speed_parts(
         is_compiled=config.compile == "full",
         runner=GraphRunner(CudaCapture(device)) if config.graphs is True else None,
     )
-
-
-def _quantize(model: MiniMaxH3Transformer, name: str) -> None:
-    """Put linears into eight bits and log what that costs.
-
-    Raises: ConfigError for a scheme that is no such thing, UnsupportedError where it does not run
-        or touches nothing.
-    """
-    from engine.quant import quantize_, refusal, scheme_of
-
-    reason = refusal(model.proj_in.weight.device, model.dtype)
-    if reason is not None:
-        raise UnsupportedError(f"linear is {name!r}; allowed here: 'bf16', because {reason}")
-    report = quantize_(model, scheme_of(name))
-    if not report.layers:
-        raise UnsupportedError(
-            f"linear is {name!r}; allowed for this model of {model.config.num_layers} blocks: "
-            "'bf16', because the scheme names no linear that it has"
-        )
-    _log.info(
-        "linears_quantized scheme=%s layers=%d skipped=%d sqnr_db=%.1f gib=%.2f was_gib=%.2f",
-        name, len(report.layers), len(report.skipped), report.lowest_db, report.after_gib,
-        report.before_gib,
-    )  # fmt: skip
 
 
 def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) -> AttentionPlan:

@@ -90,6 +90,12 @@ class Replay:
     """Folder of encoded prompts; by default ~/.cache/worldstream/prompts."""
     refinement_prompt: bool = False
     """The trace was made with it."""
+    lora: File = None
+    """Where the adapter of the trace is now; by default the one that lies with the weights."""
+    lora_mode: str = "auto"
+    """merged, separate or fused, as it was."""
+    qkv_layout: str = "auto"
+    """interleaved or stacked, as it was."""
     verbose: bool = False
     """Log to stderr: as text in a terminal, else as JSON lines."""
     force: bool = False
@@ -114,6 +120,9 @@ class Replay:
                 cache=self.prompt_cache,
                 refinement=self.refinement_prompt,
             ),
+            lora=self.lora,
+            lora_mode=self.lora_mode,
+            qkv_layout=self.qkv_layout,
         )
         if trace.is_torn or trace.end is None:
             _say("note: the trace broke off; replaying the chunks that it holds")
@@ -164,6 +173,12 @@ class Serve:
     """Bound on it; 0 keeps none."""
     refinement_prompt: bool = False
     """Encode one canonical prompt about looks in place of every prompt."""
+    lora: File = None
+    """Adapter (LoRA): a file or a folder of training; by default the one beside the weights."""
+    lora_mode: Text = None
+    """merged, separate or fused; by default the best here that loses nothing of it."""
+    qkv_layout: Text = None
+    """Fused projections of the original layout: interleaved (shards) or stacked (one file)."""
     device: Text = None
     """auto, cpu, cuda or cuda:N."""
     dtype: Text = None

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from engine.config import BackendName, EngineConfig, KernelChoice, preset
+from engine.config import BackendName, EngineConfig, KernelChoice, LoraChoice, preset
 from engine.errors import ConfigError
 from stream.jobs import File, Text
 
@@ -42,6 +42,10 @@ class BenchEngine:
     """Fused kernels and where they round."""
     linear: str = "bf16"
     """Products of the blocks: bf16, fp8_rowwise, or a json file with a scheme."""
+    lora: File = None
+    """Adapter (LoRA): a file, or the folder that training left it in."""
+    lora_mode: LoraChoice = "auto"
+    """How it is used; auto: the best here that loses nothing of it."""
     chunks: int = 20
     """Chunks to measure once the window is full; 1000 show whether memory stays flat."""
     ablations: Text = None
@@ -83,6 +87,8 @@ class BenchEngine:
                 attention=self.attention,
                 kernels=self.kernels,
                 linear=self.linear,
+                lora=self.lora,
+                lora_mode=self.lora_mode,
             ),
             chunk_count=self.chunks,
         )
@@ -93,7 +99,9 @@ class BenchEngine:
 
     def _climb(self) -> int:
         """Run the ladder, which chooses for itself how each row runs."""
-        for name in ("compile", "graphs", "attention", "kernels", "linear", "ablations"):
+        for name in (
+            "compile", "graphs", "attention", "kernels", "linear", "lora", "lora_mode", "ablations",
+        ):  # fmt: skip
             default = next(field.default for field in fields(self) if field.name == name)
             if getattr(self, name) != default:
                 raise ConfigError(f"{name}: {getattr(self, name)}; allowed without ladder")

@@ -89,6 +89,12 @@ class JobOptions:
     """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, or a json file."""
     kernels: str = "auto"
     """Fused kernels and where they round: auto, off, eager or fast."""
+    lora: File = None
+    """Adapter (LoRA): a file or a folder of training; by default the one beside the weights."""
+    lora_mode: str = "auto"
+    """merged, separate or fused; auto: the best here that loses nothing of it."""
+    qkv_layout: str = "auto"
+    """Fused projections of the original layout: interleaved (shards) or stacked (one file)."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: str = "auto"
@@ -153,6 +159,9 @@ def plan(options: JobOptions) -> Job:
             cache=options.prompt_cache,
             refinement=options.refinement_prompt,
         ),
+        lora=options.lora,
+        lora_mode=options.lora_mode,
+        qkv_layout=options.qkv_layout,
     )
     start = read_start(world, image=options.image, scene=options.scene)
     outputs = plan_outputs(options.out, png=options.png, gif=options.gif, force=options.force)

@@ -23,6 +23,7 @@ from engine.config import (
 )
 from engine.device import likely_dtype, resolve_device, smaller_geometries, torch_dtype
 from engine.errors import CheckpointError
+from engine.lora import adapter_of, adapter_parts
 from engine.memory import MemoryPart, MemoryPlan, Present, choose_plan
 from stream.weight_folder import Role, WeightFolder
 from stream.world_spec import WorldSpec
@@ -57,11 +58,14 @@ def plan_world(spec: WorldSpec, folder: WeightFolder | None, present: Present) -
     if folder is not None:
         model = read_config(folder.path, model)
         config = _with_silence(_with_encoder(config, folder, model), folder)
+        config = _with_adapter(config, folder)
     dtype = likely_dtype(device) if config.dtype == "auto" else config.dtype
     text, files = model.text, None
     if isinstance(text, Qwen3VlTextConfig) and (folder is not None or config.prompts.encoder):
         files = find_files(text, model.text_dim, config.prompts)
     places = residencies(config.prompts, device)
+
+    adapter = adapter_parts(adapter_of(config, model), config.lora_mode, torch_dtype(dtype))
 
     def beside(options: PromptOptions, size: Geometry) -> tuple[MemoryPart, ...]:
         rows = dataclasses.replace(model, geometry=size).text_rows
@@ -69,7 +73,7 @@ def plan_world(spec: WorldSpec, folder: WeightFolder | None, present: Present) -
             codec = _codec_parts(spec, folder, size, torch_dtype(dtype))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"weights: {error}") from error
-        return (*codec, *prompt_parts(files, options, device, rows=rows))
+        return (*codec, *adapter, *prompt_parts(files, options, device, rows=rows))
 
     sizes = tuple({*found.geometries, *smaller_geometries(spec.geometry)} - {spec.geometry})
     plan = choose_plan(
@@ -103,6 +107,12 @@ def _with_silence(config: EngineConfig, folder: WeightFolder) -> EngineConfig:
     """Name the audio autoencoder that lies in the folder, where none was named."""
     place = folder.find(Role.AUDIO_CODEC) if config.audio_vae is None else None
     return config if place is None else dataclasses.replace(config, audio_vae=str(place))
+
+
+def _with_adapter(config: EngineConfig, folder: WeightFolder) -> EngineConfig:
+    """Name the adapter that lies in the folder, where none was named."""
+    place = folder.find(Role.ADAPTER) if config.lora is None else None
+    return config if place is None else dataclasses.replace(config, lora=str(place))
 
 
 def _codec_parts(

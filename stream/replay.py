@@ -50,6 +50,9 @@ def plan_replay(
     outputs: Outputs | None,
     force: bool,
     prompts: PromptOptions | None = None,
+    lora: str | None = None,
+    lora_mode: str = "auto",
+    qkv_layout: str = "auto",
 ) -> ReplayPlan:
     """Check a trace and its first picture before torch or weights are loaded.
 
@@ -60,6 +63,9 @@ def plan_replay(
         outputs: where frames go; None makes latents only.
         force: replay although the image or the model is another one.
         prompts: where the prompt encoder is now.
+        lora: where the adapter is now.
+        lora_mode: as it was used.
+        qkv_layout: as the weights were read.
 
     Raises:
         ConfigError: names what does not fit.
@@ -76,6 +82,9 @@ def plan_replay(
         device=header.device,
         dtype=header.dtype,
         prompts=prompts,
+        lora=lora,
+        lora_mode=lora_mode,
+        qkv_layout=qkv_layout,
     )
     path = image
     if image is None and header.image is not None:

@@ -52,6 +52,12 @@ class ServerSettings(BaseSettings):
     """Bound on it; 0 keeps none."""
     refinement_prompt: bool = False
     """Encode one canonical prompt about looks in place of every prompt."""
+    lora: str | None = None
+    """Adapter: a file, or the folder that training left it in; by default the one that lies in the
+    folder of weights."""
+    lora_mode: Literal["auto", "merged", "separate", "fused"] = "auto"
+    qkv_layout: Literal["auto", "interleaved", "stacked"] = "auto"
+    """Order of fused projections in weights of the original layout."""
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     threads: Annotated[int, Field(ge=1, le=256)] | None = None

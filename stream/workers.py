@@ -171,4 +171,7 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
             cache_mib=settings.prompt_cache_mib,
             refinement=settings.refinement_prompt,
         ),
+        lora=settings.lora,
+        lora_mode=settings.lora_mode,
+        qkv_layout=settings.qkv_layout,
     )

@@ -54,6 +54,9 @@ def world_spec(
     decoder: str = "auto",
     linear: str = "auto",
     kernels: str = "auto",
+    lora: str | None = None,
+    lora_mode: str = "auto",
+    qkv_layout: str = "auto",
 ) -> WorldSpec:
     """Resolve a preset at one of its sizes."""
     if preset_name not in PRESET_NAMES:
@@ -73,6 +76,8 @@ def world_spec(
         )
     if weights not in ("shipped", "random") and not Path(weights).is_dir():
         raise ConfigError(f"weights: {weights!r} is no folder; allowed: shipped, random, a folder")
+    if lora is not None and not Path(lora).exists():
+        raise ConfigError(f"lora: {lora!r} is not there; allowed: a file, or a folder of training")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigError(f"dtype: {dtype!r}; allowed: auto, float32, bfloat16")
     return WorldSpec(
@@ -86,6 +91,9 @@ def world_spec(
             prompts=prompts or PromptOptions(),
             linear=linear,
             kernels=kernels,  # type: ignore[arg-type]  # checked there
+            lora=lora,
+            lora_mode=lora_mode,  # type: ignore[arg-type]  # checked there
+            qkv_layout=qkv_layout,  # type: ignore[arg-type]  # checked there
         ),
         decoder=decoder,
     )

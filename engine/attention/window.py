@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionPlan
 from engine.attention.placement import Placement
-from engine.block_ops import RowOps, Rows, join_rows
+from engine.block_ops import Projected, RowOps, Rows, join_rows
 from engine.kv_cache import WindowCache
 from engine.layout import PrefixLayout
 
@@ -34,17 +34,19 @@ class PrefixAttend:
     placement: Placement
     ops: RowOps
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Rows:
+    def __call__(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> Rows:
         """Attend in two groups, conditioning and audio."""
         slot = self.cache.prefix_slot(layer, k_BRNK, self.placement)
-        q_BRNK = self.ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
-        k_BRNK, v_BRNK = slot.key_BRNK, slot.value_BRNK
+        placed_BRNK = self.ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
+        keys, values = slot.key_BRNK, slot.value_BRNK
         rows = self.layout.conditioning_rows
-        conditioning = self.plan.conditioning(q_BRNK[:, :rows], k_BRNK[:, :rows], v_BRNK[:, :rows])
-        audio = self.plan.audio(q_BRNK[:, rows:], k_BRNK, v_BRNK)
+        conditioning = self.plan.conditioning(
+            placed_BRNK[:, :rows], keys[:, :rows], values[:, :rows]
+        )
+        audio = self.plan.audio(placed_BRNK[:, rows:], keys, values)
         return self.ops.output(layer, torch.cat([conditioning, audio], dim=1), self.placement)
 
-    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> None:
         """Only leave keys and values."""
         slot = self.cache.prefix_slot(layer, k_BRNK, self.placement)
         self.ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
@@ -60,13 +62,13 @@ class ChunkAttend:
     keep: bool
     """True in a refresh: keys and values stay in the cache."""
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Rows:
+    def __call__(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> Rows:
         """Attend to prefix, history and the chunk itself."""
         window = self.cache.window(layer, q_BRNK, k_BRNK, v_BRNK, keep=self.keep)
         o_BRNK = self.backend(window.q_BRNK, window.keys_BSNK, window.values_BSNK)
         return self.ops.output(layer, o_BRNK, self.cache.placement)
 
-    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> None:
         """Only leave keys and values."""
         self.cache.window(layer, q_BRNK, k_BRNK, v_BRNK, keep=self.keep)
 

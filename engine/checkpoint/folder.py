@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from engine.checkpoint.shards import digest_samples
 from engine.checkpoint.source import INT8_SCALE, TEXT_PREFIX, Source
 from engine.config import ModelConfig
 from engine.errors import CheckpointError, ConfigError
@@ -26,7 +27,6 @@ from engine.model.dit import FP32_MODULES
 CONFIG_NAME = "config.json"
 MANIFEST_NAME = "MANIFEST.json"
 INT8_LIMIT = 127
-_SAMPLES, _SAMPLE_BYTES = 8, 4096
 _FOREIGN_NAMES = {
     "token_refiner_num_layers": "num_refiner_layers",
     "ffn_hidden_size": "ffn_dim",
@@ -127,17 +127,8 @@ def sampled_hash(source: Source) -> str:
     sizes = [getattr(source.config, key) for key in _FOREIGN_KEYS]
     digest = hashlib.sha256(f"{sizes} {source.layout} {source.qkv}".encode())
     pieces = (*source.pieces, *source.text_pieces)
-    for path in source.files:
-        with path.open("rb") as file:
-            for piece in pieces:
-                for record in (piece.record, piece.scale):
-                    if record is None or record.path != path:
-                        continue
-                    digest.update(f"{record.name} {record.dtype} {record.shape}".encode())
-                    step = max(record.nbytes // _SAMPLES, _SAMPLE_BYTES)
-                    for begin in range(record.start, record.stop, step):
-                        file.seek(begin)
-                        digest.update(file.read(min(_SAMPLE_BYTES, record.stop - begin)))
+    digest_samples(digest, (piece.record for piece in pieces))
+    digest_samples(digest, (piece.scale for piece in pieces if piece.scale is not None))
     return digest.hexdigest()
 
 

@@ -2,8 +2,8 @@
 
 Owns `load_model`, and for every model the mapped files and the two pinned buffers through which
 they go to a GPU: while one buffer travels, the next one is filled from the page cache. Invariants:
-no tensor is ever whole in host memory on its way to a GPU; pages that were read are given back to
-the system at once; weights in eight bits stay so where the model wants them so.
+no tensor is ever whole in host memory on its way to a GPU; no more of a file is mapped than is
+being read; weights in eight bits stay so where the model wants them so.
 """
 
 from __future__ import annotations
@@ -166,6 +166,21 @@ def _known(
             yield name, value
 
 
+class WeightReader:
+    """Single weights of a source under the names of the model, for whoever wants few of them."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self._source = source
+        self._reader = TensorReader(device)
+        self._pieces = {target: piece for piece in source.pieces for target in piece.targets}
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight; eight bits are multiplied out. Holds until the next call."""
+        wanted = {name: torch.empty(0)}
+        values = dict(_values(self._source, self._pieces[name], self._reader, wanted))
+        return values[name]
+
+
 class LoadProgress:
     """Counts bytes and tells about it now and then."""
 
@@ -197,13 +212,10 @@ class LoadProgress:
 
 
 class TensorReader:
-    """Tensors of files on a device; one file is mapped at a time."""
+    """Tensors of files on a device."""
 
-    def __init__(self, device: torch.device, progress: LoadProgress) -> None:
-        self._device, self._progress = device, progress
-        self._path: Path | None = None
-        self._map: mmap.mmap | None = None
-        self._bytes: Tensor | None = None
+    def __init__(self, device: torch.device, progress: LoadProgress | None = None) -> None:
+        self._device, self._progress = device, progress or LoadProgress(0, None)
         self._buffers: list[tuple[Tensor, torch.cuda.Event]] = []
         if device.type == "cuda":
             self._buffers = [
@@ -211,54 +223,53 @@ class TensorReader:
                 for _ in range(2)
             ]
         self._turn = 0
-        self._lent: TensorRecord | None = None
 
     def read(self, record: TensorRecord) -> Tensor:
         """Return a tensor in the dtype of the file; on a CPU it is a view of the mapped file."""
-        if self._lent is not None and self._lent.path == self._path:
-            self._release(self._lent.start, self._lent.nbytes)
-        self._open(record.path)
-        assert self._bytes is not None
-        source = self._bytes[record.start : record.stop]
         dtype = dtype_of(record)
-        if self._device.type != "cuda":
-            # A header of an odd length leaves tensors where their dtype cannot be read in place.
-            flat = source if record.start % dtype.itemsize == 0 else source.clone()
-            self._lent = record
-            self._progress.add(record.nbytes)
+        if self._device.type == "cuda":
+            flat = self._send(record)
         else:
-            flat = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
-            for begin in range(0, record.nbytes, BUFFER_BYTES):
-                part = source[begin : begin + BUFFER_BYTES]
-                buffer, is_free = self._buffers[self._turn]
-                self._turn = 1 - self._turn
-                is_free.synchronize()
-                staged = buffer[: part.numel()].copy_(part)
-                flat[begin : begin + part.numel()].copy_(staged, non_blocking=True)
-                is_free.record()
-                self._release(record.start + begin, part.numel())
-                self._progress.add(part.numel())
+            flat = _mapped(record, 0, record.nbytes)
+            # A header of an odd length leaves tensors where their dtype cannot be read in place.
+            flat = flat if record.start % dtype.itemsize == 0 else flat.clone()
+            self._progress.add(record.nbytes)
         return flat.view(dtype).view(record.shape)
 
+    def _send(self, record: TensorRecord) -> Tensor:
+        """Bytes of a tensor on the GPU, through the buffers in turn."""
+        flat = torch.empty(record.nbytes, dtype=torch.uint8, device=self._device)
+        for begin in range(0, record.nbytes, BUFFER_BYTES):
+            part = _mapped(record, begin, min(begin + BUFFER_BYTES, record.nbytes))
+            buffer, is_free = self._buffers[self._turn]
+            self._turn = 1 - self._turn
+            is_free.synchronize()
+            staged = buffer[: part.numel()].copy_(part)
+            flat[begin : begin + part.numel()].copy_(staged, non_blocking=True)
+            is_free.record()
+            self._progress.add(part.numel())
+        return flat
+
     def close(self) -> None:
-        """Wait for what is under way, and let the file go."""
+        """Wait for what is under way."""
         for _, is_free in self._buffers:
             is_free.synchronize()
-        self._bytes = self._map = self._path = self._lent = None
 
-    def _open(self, path: Path) -> None:
-        if path == self._path:
-            return
-        with path.open("rb") as file:
-            # A private mapping counts as writable, which torch wants; nobody writes to it.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        if hasattr(mmap, "MADV_SEQUENTIAL"):
-            self._map.madvise(mmap.MADV_SEQUENTIAL)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._path = path
 
-    def _release(self, start: int, count: int) -> None:
-        """Give pages back: a mapped file would count as memory of this process otherwise."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            begin = start - start % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, begin, start + count - begin)
+def _mapped(record: TensorRecord, begin: int, end: int) -> Tensor:
+    """Map some bytes of a tensor; they count as memory of this process as long as it is held.
+
+    A private mapping counts as writable, which torch wants; nobody writes to it. It is small,
+    because a system may refuse one that is larger than its memory.
+    """
+    if begin == end:
+        return torch.empty(0, dtype=torch.uint8)
+    first = record.start + begin
+    skipped = first % mmap.ALLOCATIONGRANULARITY
+    with record.path.open("rb") as file:
+        mapped = mmap.mmap(
+            file.fileno(), end - begin + skipped, access=mmap.ACCESS_COPY, offset=first - skipped
+        )
+    if hasattr(mmap, "MADV_SEQUENTIAL"):
+        mapped.madvise(mmap.MADV_SEQUENTIAL)
+    return torch.frombuffer(mapped, dtype=torch.uint8)[skipped:]

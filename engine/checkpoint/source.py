@@ -5,9 +5,9 @@ Owns the recognition: layout, order of queries, keys and values, the pruned form
 file names never do; everything that can be wrong is found before anything is allocated.
 
 What cannot be seen, because names, shapes and dtypes are the same: whether a fused projection is
-interleaved per head (official shards) or stacked (single files), for which several files stand for
-the first and one for the second unless the caller says otherwise; and whether weights are FL2VA or
-Ref2VA. Both are logged.
+interleaved per head (official shards) or stacked (single files), for which several files or an
+index stand for the first and one file for the second unless the caller says otherwise; and whether
+weights are FL2VA or Ref2VA. Both are logged.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from engine.checkpoint.layouts import (
 )
 from engine.checkpoint.shards import (
     DTYPES,
+    INDEX_PATTERN,
     Shard,
     TensorRecord,
     check_index,
@@ -53,8 +54,6 @@ FP8_FORMATS = ("float8_e4m3fn",)
 DESCRIPTION = ".comfy_quant"
 _SIDECARS = (FP8_SCALE, ".input_scale", DESCRIPTION)
 _FLOATS = ("F32", "BF16", "F16")
-_FOLDERS = ("transformer", "FL2VA/transformer", "diffusion_models")
-"""Where a repository keeps the transformer, in the order of search."""
 _GB = 1e9
 
 _log = logging.getLogger(__name__)
@@ -99,6 +98,11 @@ class Source:
         pieces = (piece for piece in self.pieces if piece.record.dtype == "F8_E4M3")
         return frozenset(target for piece in pieces for target in piece.targets)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights under the names of the model."""
+        return expected_shapes(self.config, "diffusers", self.curve)
+
     def split(self, piece: Piece, value: Tensor) -> list[tuple[str, Tensor]]:
         """Rows of a piece, or one value a row, under the names of the model."""
         items = to_diffusers(piece.name, value, self.config, self.qkv)
@@ -115,27 +119,6 @@ class Source:
             parts.append("linears in eight bits")
         parts.append(f"{len(self.files)} files, {self.nbytes / _GB:.2f} GB")
         return ", ".join(parts)
-
-
-def find_transformer(path: Path, config: ModelConfig) -> Path:
-    """Return the folder or file below ``path`` that holds the transformer.
-
-    Raises: CheckpointError where there is none.
-    """
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; expected one with weights")
-    for folder in (path, *(path / name for name in _FOLDERS)):
-        if folder.is_dir() and any(folder.glob("*.safetensors*")):
-            shards = [read_shard(each) for each in find_shards(folder)]
-            if any(_has_transformer(shard, config) for shard in shards):
-                return folder
-    find_shards(path)  # says what is wrong with the folder itself
-    raise CheckpointError(
-        f"{path} holds no transformer; expected tensors such as transformer_blocks.0.attn.to_q"
-        f".weight or blocks.0.attn.qkv_proj.weight there or in {', '.join(_FOLDERS)}"
-    )
 
 
 def open_source(
@@ -155,18 +138,17 @@ def open_source(
     check_index(path, shards)
     shards = [shard for shard in shards if _has_transformer(shard, config)]
     if not shards:
-        raise CheckpointError(f"{path} holds no transformer of {config.num_layers} blocks")
+        raise CheckpointError(
+            f"{path} holds no transformer of {config.num_layers} blocks; expected tensors such as "
+            "transformer_blocks.0.attn.to_q.weight or blocks.0.attn.qkv_proj.weight"
+        )
     records = _by_name(shards)
     layout = _layout(records)
     curve = _curve(records)
+    is_guessed = qkv == "auto"
     if qkv == "auto":
-        qkv = "interleaved" if len(shards) > 1 else "stacked"
-        if layout == "original":
-            _log.warning(
-                "qkv_assumed %s (%d files; files do not tell; qkv_layout chooses)",
-                qkv, len(shards),
-            )  # fmt: skip
-    expected = _expected(config, layout, curve)
+        qkv = "interleaved" if len(shards) > 1 or _has_index(path) else "stacked"
+    expected = expected_shapes(config, layout, curve)
     source = Source(
         path=path,
         config=config,
@@ -178,14 +160,24 @@ def open_source(
         text_pieces=tuple(_text_pieces(records)),
     )
     _log.info("weights_found %s: %s", path, source)
+    if layout == "original" and is_guessed:
+        level = logging.INFO if qkv == "interleaved" else logging.WARNING
+        _log.log(level, "qkv_assumed %s: names and shapes do not tell; qkv_layout chooses", qkv)
     if not source.text_pieces:
-        _log.info("weights_assumed FL2VA: files of Ref2VA have the same names and shapes")
+        _log.warning("weights_assumed FL2VA: files of Ref2VA have the same names and shapes")
     return source
+
+
+def _has_index(path: Path) -> bool:
+    return path.is_dir() and any(path.glob(INDEX_PATTERN))
 
 
 def _has_transformer(shard: Shard, config: ModelConfig) -> bool:
     """Whether most of a file is known: a name or two may be like those of a codec."""
-    known = _expected(config, "diffusers", None).keys() | _expected(config, "original", None).keys()
+    known = (
+        expected_shapes(config, "diffusers", None).keys()
+        | expected_shapes(config, "original", None).keys()
+    )
     known |= {CURVE_TABLE, DERIVED}
     names = [bare_name(name) for name in shard.records]
     own = [name for name in names if _base(name) in known or name.startswith(TEXT_PREFIX)]
@@ -247,7 +239,7 @@ def _curve(records: dict[str, TensorRecord]) -> CurveShape | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _expected(
+def expected_shapes(
     config: ModelConfig, layout: str, curve: CurveShape | None
 ) -> dict[str, tuple[int, ...]]:
     """Shapes by the names of a layout."""
@@ -293,7 +285,7 @@ def _pieces(
                 record=record,
                 name=name,
                 scale=_scale(records, name, record),
-                targets=_targets(name),
+                targets=targets_of(name),
             )
         )
     missing = expected.keys() - {piece.name for piece in pieces}
@@ -305,7 +297,8 @@ def _pieces(
     return sorted(pieces, key=lambda piece: (piece.record.path, piece.record.start))
 
 
-def _targets(name: str) -> tuple[str, ...]:
+def targets_of(name: str) -> tuple[str, ...]:
+    """Names in the model of a tensor of either layout."""
     new = diffusers_name(name)
     if QKV in name:
         return tuple(new.replace("qkv_proj", f"to_{letter}") for letter in "qkv")

@@ -156,6 +156,30 @@ _TABLE = (
         flops=lambda case: 2.0 * _rows(case) * case.hidden * case.inner,
         tolerance=PRODUCT_TOLERANCE,
     ),
+    Op(
+        name="place_sum", klass="F", reference=reference.place, fused=qknorm_rope.place,
+        inputs=cases.with_deltas(
+            cases.place_inputs, q_delta_BRNK="q_BRNK", k_delta_BRNK="k_BRNK", v_delta_BRNK="v_BRNK"
+        ),
+        bytes_moved=lambda case: _heads(9)(case) + _rotary(1)(case),
+        written=("key_BRNK", "value_BRNK", "raw_BRNK"), tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="add_norm_modulate_sum", klass="F", reference=reference.add_norm_modulate,
+        fused=adaln.add_norm_modulate,
+        inputs=cases.with_deltas(cases.add_norm_inputs, delta_BRD="branch_BRD"),
+        bytes_moved=_hidden(5), tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="add_gated_sum", klass="F", reference=reference.add_gated, fused=adaln.add_gated,
+        inputs=cases.with_deltas(cases.add_gated_inputs, delta_BRD="branch_BRD"),
+        bytes_moved=_hidden(4), tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="swiglu_sum", klass="F", reference=reference.swiglu, fused=swiglu.swiglu,
+        inputs=cases.with_deltas(cases.swiglu_inputs, delta_BRF="z_BRF"), bytes_moved=_inner(5),
+        tolerance=F_TOLERANCE,
+    ),
 )  # fmt: skip
 
 OPS: dict[str, Op] = {op.name: op for op in _TABLE}

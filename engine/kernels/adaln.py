@@ -7,8 +7,9 @@
 norm(x) = x rsqrt(mean x^2 + eps) weight. x, branch and outputs are [B, R, D] in fp32 or bf16; a
 modulation [B or 1, M, parts, D] has M equal runs of rows, so nothing is gathered. Sums and all that
 is between load and store are fp32; see `reference` for `rounding`. With "fast" the norm sees h
-before it is rounded. The forms that end in `_fp8` return e4m3 codes and one factor a row instead of
-the modulated rows. Outputs are contiguous.
+before it is rounded. A `delta`, contiguous, is added to the branch first, and that sum is rounded.
+The forms that end in `_fp8` return e4m3 codes and one factor a row instead of the modulated rows.
+Outputs are contiguous.
 Owns the operators; `adaln_triton` has the kernels.
 """
 
@@ -95,13 +96,16 @@ def add_norm_modulate(
     modulation_BM6D: Tensor,
     eps: float,
     rounding: str,
+    delta_BRD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return h and the modulated rows. Raises: ConfigError, UnsupportedError."""
     from engine.kernels import adaln_triton
 
-    _check_add("add_norm_modulate", x_BRD, branch_BRD, weight_D, modulation_BM6D, rounding)
+    op = "add_norm_modulate"
+    _check_add(op, x_BRD, branch_BRD, weight_D, modulation_BM6D, rounding)
+    contract.require_delta(op, "delta", delta_BRD, branch_BRD)
     return adaln_triton.add_norm_modulate(
-        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager"
+        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager", delta_BRD
     )
 
 
@@ -113,6 +117,7 @@ def _(
     modulation_BM6D: Tensor,
     eps: float,
     rounding: str,
+    delta_BRD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return x_BRD.new_empty(x_BRD.shape), x_BRD.new_empty(x_BRD.shape)
 
@@ -149,14 +154,29 @@ def _(
 
 
 @torch.library.custom_op("worldstream::add_gated", mutates_args=())
-def add_gated(x_BRD: Tensor, branch_BRD: Tensor, modulation_BM6D: Tensor, rounding: str) -> Tensor:
+def add_gated(
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    modulation_BM6D: Tensor,
+    rounding: str,
+    delta_BRD: Tensor | None = None,
+) -> Tensor:
     """Return x + gate branch. Raises: ConfigError, UnsupportedError."""
     from engine.kernels import adaln_triton
 
     _check_add("add_gated", x_BRD, branch_BRD, None, modulation_BM6D, rounding)
-    return adaln_triton.add_gated(x_BRD, branch_BRD, modulation_BM6D, rounding == "eager")
+    contract.require_delta("add_gated", "delta", delta_BRD, branch_BRD)
+    return adaln_triton.add_gated(
+        x_BRD, branch_BRD, modulation_BM6D, rounding == "eager", delta_BRD
+    )
 
 
 @add_gated.register_fake
-def _(x_BRD: Tensor, branch_BRD: Tensor, modulation_BM6D: Tensor, rounding: str) -> Tensor:
+def _(
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    modulation_BM6D: Tensor,
+    rounding: str,
+    delta_BRD: Tensor | None = None,
+) -> Tensor:
     return x_BRD.new_empty(x_BRD.shape)

@@ -20,6 +20,7 @@ from engine.kernels.reference import GATE_A, GATE_F, SCALE_A, SCALE_F, SHIFT_A, 
 from engine.kernels.rows_triton import (
     AS_WRITTEN,
     codes_of,
+    load_sum,
     load_wide,
     rounded,
     row_factors,
@@ -33,6 +34,7 @@ _TILE = 1024
 def _norm_kernel(
     x_ptr,
     branch_ptr,
+    delta_ptr,
     weight_ptr,
     gate_ptr,
     shift_ptr,
@@ -52,6 +54,7 @@ def _norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     FP8: tl.constexpr,
     EAGER: tl.constexpr,
 ):
@@ -63,7 +66,8 @@ def _norm_kernel(
     modulation = batch * modulation_batch + (row // run_rows) * modulation_run + column
     x = load_wide(x_ptr + batch * x_batch + row * x_row + column, mask)
     if HAS_BRANCH:
-        branch = load_wide(branch_ptr + batch * branch_batch + row * branch_row + column, mask)
+        at = branch_ptr + batch * branch_batch + row * branch_row + column
+        branch = load_sum(at, delta_ptr + program * WIDTH + column, mask, kind, HAS_DELTA)
         gate = load_wide(gate_ptr + modulation, mask)
         x = rounded(x + rounded(gate * branch, kind, EAGER), kind, EAGER)
         tl.store(h_ptr + program * WIDTH + column, x.to(kind), mask=mask)
@@ -86,6 +90,7 @@ def _norm_kernel(
 def _add_gated_kernel(
     x_ptr,
     branch_ptr,
+    delta_ptr,
     gate_ptr,
     out_ptr,
     rows,
@@ -98,6 +103,7 @@ def _add_gated_kernel(
     modulation_run,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     EAGER: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
@@ -107,7 +113,8 @@ def _add_gated_kernel(
     kind: tl.constexpr = x_ptr.dtype.element_ty
     modulation = batch * modulation_batch + (row // run_rows) * modulation_run + column
     x = load_wide(x_ptr + batch * x_batch + row * x_row + column, mask)
-    branch = load_wide(branch_ptr + batch * branch_batch + row * branch_row + column, mask)
+    at = branch_ptr + batch * branch_batch + row * branch_row + column
+    branch = load_sum(at, delta_ptr + program * WIDTH + column, mask, kind, HAS_DELTA)
     gate = load_wide(gate_ptr + modulation, mask)
     out = x + rounded(gate * branch, kind, EAGER)
     tl.store(out_ptr + program * WIDTH + column, out.to(kind), mask=mask)
@@ -121,6 +128,7 @@ def _launch(
     outputs: tuple[Tensor, Tensor, Tensor],
     eps: float,
     is_eager: bool,
+    delta_BRD: Tensor | None = None,
 ) -> None:
     """Run the row kernel; `parts` are gate, shift, scale, `outputs` are h, rows, factors."""
     batch_size, rows, width = x_BRD.shape
@@ -128,12 +136,13 @@ def _launch(
     gate, shift, scale = parts
     block = triton.next_power_of_2(width)
     _norm_kernel[(batch_size * rows,)](
-        x_BRD, branch, weight_D, gate, shift, scale, *outputs, rows, rows // shift.shape[1],
+        x_BRD, branch, branch if delta_BRD is None else delta_BRD, weight_D, gate, shift, scale,
+        *outputs, rows, rows // shift.shape[1],
         x_BRD.stride(0), x_BRD.stride(1), branch.stride(0), branch.stride(1),
         batch_stride(shift), shift.stride(1), eps,
         WIDTH=width, BLOCK=block, HAS_BRANCH=branch_BRD is not None,
-        FP8=outputs[1].dtype == torch.float8_e4m3fn, EAGER=is_eager,
-        num_warps=warps_for(block), **AS_WRITTEN,
+        HAS_DELTA=delta_BRD is not None, FP8=outputs[1].dtype == torch.float8_e4m3fn,
+        EAGER=is_eager, num_warps=warps_for(block), **AS_WRITTEN,
     )  # fmt: skip
 
 
@@ -172,10 +181,12 @@ def add_norm_modulate(
     modulation: Tensor,
     eps: float,
     is_eager: bool,
+    delta_BRD: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Launch for checked arguments."""
     h, out = (x_BRD.new_empty(x_BRD.shape) for _ in range(2))
-    _launch(x_BRD, branch_BRD, weight_D, _between(modulation), (h, out, out), eps, is_eager)
+    outputs = (h, out, out)
+    _launch(x_BRD, branch_BRD, weight_D, _between(modulation), outputs, eps, is_eager, delta_BRD)
     return h, out
 
 
@@ -193,16 +204,23 @@ def add_norm_modulate_fp8(
     return h, codes, factor
 
 
-def add_gated(x_BRD: Tensor, branch_BRD: Tensor, modulation: Tensor, is_eager: bool) -> Tensor:
+def add_gated(
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    modulation: Tensor,
+    is_eager: bool,
+    delta_BRD: Tensor | None,
+) -> Tensor:
     """Launch for checked arguments."""
     batch_size, rows, width = x_BRD.shape
     gate = modulation[:, :, GATE_F]
     out = x_BRD.new_empty(x_BRD.shape)
     tile = min(_TILE, triton.next_power_of_2(width))
     _add_gated_kernel[(batch_size * rows, triton.cdiv(width, tile))](
-        x_BRD, branch_BRD, gate, out, rows, rows // gate.shape[1],
-        x_BRD.stride(0), x_BRD.stride(1), branch_BRD.stride(0), branch_BRD.stride(1),
-        batch_stride(gate), gate.stride(1),
-        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=4, **AS_WRITTEN,
+        x_BRD, branch_BRD, branch_BRD if delta_BRD is None else delta_BRD, gate, out, rows,
+        rows // gate.shape[1], x_BRD.stride(0), x_BRD.stride(1), branch_BRD.stride(0),
+        branch_BRD.stride(1), batch_stride(gate), gate.stride(1),
+        WIDTH=width, TILE=tile, HAS_DELTA=delta_BRD is not None, EAGER=is_eager, num_warps=4,
+        **AS_WRITTEN,
     )  # fmt: skip
     return out

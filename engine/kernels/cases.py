@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,3 +241,16 @@ def fp8_linear_inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "weight_scale_N": weight_scale[:, 0].contiguous(),
         "dtype": case.dtype,
     }
+
+
+def with_deltas(
+    inputs: Callable[[Case, torch.device], dict[str, Any]], **deltas: str
+) -> Callable[[Case, torch.device], dict[str, Any]]:
+    """Arguments of an operator, and what is added to some of them: delta="branch_BRD"."""
+
+    def made(case: Case, device: torch.device) -> dict[str, Any]:
+        source, given = Source(case, device), inputs(case, device)
+        added = {name: source.normal(*given[to].shape) for name, to in deltas.items()}
+        return given | added
+
+    return made

@@ -70,6 +70,21 @@ def require_shape(op: str, name: str, tensor: Tensor, shape: tuple[int, ...]) ->
         raise ConfigError(f"{op}: {name} has shape {tuple(tensor.shape)}; allowed: {shape}")
 
 
+def require_delta(op: str, name: str, delta: Tensor | None, like: Tensor) -> None:
+    """Refuse what is to be added to a tensor unless it is contiguous and of its shape and dtype.
+
+    Raises: ConfigError.
+    """
+    if delta is None:
+        return
+    require_shape(op, name, delta, tuple(like.shape))
+    if delta.dtype != like.dtype or not delta.is_contiguous():
+        raise ConfigError(
+            f"{op}: {name} is {delta.dtype} with strides {delta.stride()}; allowed: {like.dtype}, "
+            "contiguous"
+        )
+
+
 def require_runs(op: str, name: str, tensor: Tensor, batch_size: int, rows: int) -> None:
     """Refuse [B or 1, runs, ...] whose runs do not share the rows out evenly.
 

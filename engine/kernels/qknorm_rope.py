@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.errors import UnsupportedError
+from engine.errors import ConfigError, UnsupportedError
 from engine.kernels import contract
 
 
@@ -62,6 +62,9 @@ def place(
     raw_BRNK: Tensor | None,
     eps: float,
     rounding: str,
+    q_delta_BRNK: Tensor | None = None,
+    k_delta_BRNK: Tensor | None = None,
+    v_delta_BRNK: Tensor | None = None,
 ) -> Tensor:
     """Write k and v, and the normalised rotary channels of k, and return q.
 
@@ -80,6 +83,9 @@ def place(
         raw_BRNK: where the rotary channels of k go, [B, R, N, S]; None leaves them out.
         eps: of the norms.
         rounding: see `reference`.
+        q_delta_BRNK: what is added to q first, contiguous; all three or none.
+        k_delta_BRNK: as above.
+        v_delta_BRNK: as above.
 
     Raises: ConfigError, UnsupportedError.
     """
@@ -94,6 +100,11 @@ def place(
     contract.require_rows(op, q=q_BRNK, k=k_BRNK, v=v_BRNK, **slot)
     for name, tensor in {"k": k_BRNK, "v": v_BRNK, **slot}.items():
         contract.require_shape(op, name, tensor, tuple(q_BRNK.shape))
+    deltas = (q_delta_BRNK, k_delta_BRNK, v_delta_BRNK)
+    for name, delta in zip(("q delta", "k delta", "v delta"), deltas, strict=True):
+        contract.require_delta(op, name, delta, q_BRNK)
+    if len({delta is None for delta in deltas}) > 1:
+        raise ConfigError(f"{op}: some of the deltas are None; allowed: all of them or none")
     if raw_BRNK is not None:
         contract.require_rows(op, q=q_BRNK, raw=raw_BRNK)
         contract.require_shape(op, "raw", raw_BRNK, (*q_BRNK.shape[:3], start))
@@ -106,6 +117,7 @@ def place(
     return qknorm_rope_triton.place(
         q_BRNK, k_BRNK, v_BRNK, q_weight_K, k_weight_K, cos_RK, sin_RK, query_BG44,
         key_value_BG44, key_BRNK, value_BRNK, raw_BRNK, eps, rounding == "eager",
+        *deltas,
     )  # fmt: skip
 
 
@@ -125,6 +137,9 @@ def _(
     raw_BRNK: Tensor | None,
     eps: float,
     rounding: str,
+    q_delta_BRNK: Tensor | None = None,
+    k_delta_BRNK: Tensor | None = None,
+    v_delta_BRNK: Tensor | None = None,
 ) -> Tensor:
     return q_BRNK.new_empty(q_BRNK.shape)
 

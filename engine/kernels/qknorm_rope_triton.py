@@ -20,6 +20,7 @@ from engine.kernels.contract import batch_stride, new_row_scale
 from engine.kernels.rows_triton import (
     AS_WRITTEN,
     codes_of,
+    load_sum,
     load_wide,
     rounded,
     row_factors,
@@ -71,14 +72,15 @@ def _tables(
 
 @triton.jit
 def _normed_pieces(
-    row_ptr, head_stride, weight_ptr, head, pair, rest, pair_mask, rest_mask, eps,
-    kind: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    row_ptr, head_stride, delta_at_, weight_ptr, head, pair, rest, pair_mask, rest_mask, eps,
+    kind: tl.constexpr, HAS_DELTA: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     at = row_ptr + head.to(tl.int64) * head_stride
-    first = load_wide(at + pair, pair_mask)
-    second = load_wide(at + HALF + pair, pair_mask)
-    other = load_wide(at + 2 * HALF + rest, rest_mask)
+    high, tail = HALF + pair, 2 * HALF + rest
+    first = load_sum(at + pair, delta_at_ + pair, pair_mask, kind, HAS_DELTA)
+    second = load_sum(at + high, delta_at_ + high, pair_mask, kind, HAS_DELTA)
+    other = load_sum(at + tail, delta_at_ + tail, rest_mask, kind, HAS_DELTA)
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     squares = squares + tl.sum(other * other, axis=1)
     inverse_rms = tl.rsqrt(squares / WIDTH + eps)[:, None]
@@ -95,13 +97,15 @@ def _normed_pieces(
 
 @triton.jit
 def _place_kernel(
-    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, query_ptr, key_value_ptr,
-    key_ptr, value_ptr, raw_ptr, out_ptr, rows, camera_rows, kv_camera_rows, q_batch, q_row, q_head,
+    q_ptr, k_ptr, v_ptr, q_delta_ptr, k_delta_ptr, v_delta_ptr, q_weight_ptr, k_weight_ptr,
+    cos_ptr, sin_ptr, query_ptr, key_value_ptr, key_ptr, value_ptr, raw_ptr, out_ptr, rows,
+    camera_rows, kv_camera_rows, q_batch, q_row, q_head,
     k_batch, k_row, k_head, v_batch, v_row, v_head, cos_row, sin_row, query_batch, query_run,
     key_value_batch, key_value_run, key_batch, key_row, key_head, value_batch, value_row,
     value_head, raw_batch, raw_row, raw_head, eps,
     HEAD_COUNT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, KEEP: tl.constexpr, EAGER: tl.constexpr,
+    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_DELTA: tl.constexpr,
+    KEEP: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, row = program // rows, program % rows
@@ -115,19 +119,23 @@ def _place_kernel(
     query = query_ptr + batch * query_batch + (row // camera_rows) * query_run
     key_value = key_value_ptr + batch * key_value_batch + (row // kv_camera_rows) * key_value_run
 
+    # Contiguous rows: of the output, and of what is added to the inputs.
+    packed = (program * HEAD_COUNT + wide_head) * WIDTH
     first, second, other = _normed_pieces(
-        q_ptr + batch * q_batch + row * q_row, q_head, q_weight_ptr, head, pair, rest, pair_mask,
-        rest_mask, eps, kind, HALF, WIDTH, HALF_PAD, REST_PAD, EAGER)  # fmt: skip
+        q_ptr + batch * q_batch + row * q_row, q_head, q_delta_ptr + packed, q_weight_ptr, head,
+        pair, rest, pair_mask, rest_mask, eps, kind, HAS_DELTA, HALF, WIDTH, HALF_PAD, REST_PAD,
+        EAGER)  # fmt: skip
     low, high = _rotated(first, second, cos, sin, kind, EAGER)
-    at = out_ptr + (program * HEAD_COUNT + wide_head) * WIDTH
+    at = out_ptr + packed
     tl.store(at + pair, low.to(kind), mask=pair_mask)
     tl.store(at + HALF + pair, high.to(kind), mask=pair_mask)
     turned = _turned(other, query, HEADS, REST_PAD)
     tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
 
     first, second, other = _normed_pieces(
-        k_ptr + batch * k_batch + row * k_row, k_head, k_weight_ptr, head, pair, rest, pair_mask,
-        rest_mask, eps, kind, HALF, WIDTH, HALF_PAD, REST_PAD, EAGER)  # fmt: skip
+        k_ptr + batch * k_batch + row * k_row, k_head, k_delta_ptr + packed, k_weight_ptr, head,
+        pair, rest, pair_mask, rest_mask, eps, kind, HAS_DELTA, HALF, WIDTH, HALF_PAD, REST_PAD,
+        EAGER)  # fmt: skip
     if KEEP:
         at = raw_ptr + batch * raw_batch + row * raw_row + wide_head * raw_head
         tl.store(at + pair, first.to(kind), mask=pair_mask)
@@ -141,9 +149,12 @@ def _place_kernel(
 
     source = v_ptr + batch * v_batch + row * v_row + wide_head * v_head
     at = value_ptr + batch * value_batch + row * value_row + wide_head * value_head
-    tl.store(at + pair, tl.load(source + pair, mask=pair_mask), mask=pair_mask)
-    tl.store(at + HALF + pair, tl.load(source + HALF + pair, mask=pair_mask), mask=pair_mask)
-    other = load_wide(source + 2 * HALF + rest, rest_mask)
+    delta, high, tail = v_delta_ptr + packed, HALF + pair, 2 * HALF + rest
+    first = load_sum(source + pair, delta + pair, pair_mask, kind, HAS_DELTA)
+    second = load_sum(source + high, delta + high, pair_mask, kind, HAS_DELTA)
+    tl.store(at + pair, first.to(kind), mask=pair_mask)
+    tl.store(at + high, second.to(kind), mask=pair_mask)
+    other = load_sum(source + tail, delta + tail, rest_mask, kind, HAS_DELTA)
     turned = _turned(other, key_value, HEADS, REST_PAD)
     tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
 
@@ -218,15 +229,21 @@ def place(
     raw_BRNK: Tensor | None,
     eps: float,
     is_eager: bool,
+    q_delta_BRNK: Tensor | None,
+    k_delta_BRNK: Tensor | None,
+    v_delta_BRNK: Tensor | None,
 ) -> Tensor:
     """Launch for checked arguments."""
     batch_size, rows, heads, width = q_BRNK.shape
     start = cos_RK.shape[-1]
     out = q_BRNK.new_empty(q_BRNK.shape)
     raw = key_BRNK if raw_BRNK is None else raw_BRNK
+    deltas = (q_delta_BRNK, k_delta_BRNK, v_delta_BRNK)
     tile = min(_HEADS, triton.next_power_of_2(heads))
     _place_kernel[(batch_size * rows, triton.cdiv(heads, tile))](
-        q_BRNK, k_BRNK, v_BRNK, q_weight_K, k_weight_K, cos_RK, sin_RK, query_BG44, key_value_BG44,
+        q_BRNK, k_BRNK, v_BRNK,
+        *(q_BRNK if delta is None else delta for delta in deltas),
+        q_weight_K, k_weight_K, cos_RK, sin_RK, query_BG44, key_value_BG44,
         key_BRNK, value_BRNK, raw, out, rows, rows // query_BG44.shape[1],
         rows // key_value_BG44.shape[1],
         *q_BRNK.stride()[:3], *k_BRNK.stride()[:3], *v_BRNK.stride()[:3],
@@ -235,7 +252,8 @@ def place(
         *key_BRNK.stride()[:3], *value_BRNK.stride()[:3], *raw.stride()[:3], eps,
         HEAD_COUNT=heads, HEADS=tile, WIDTH=width, HALF=start // 2,
         HALF_PAD=triton.next_power_of_2(start // 2), REST_PAD=triton.next_power_of_2(width - start),
-        KEEP=raw_BRNK is not None, EAGER=is_eager, num_warps=4, **AS_WRITTEN,
+        HAS_DELTA=q_delta_BRNK is not None, KEEP=raw_BRNK is not None, EAGER=is_eager, num_warps=4,
+        **AS_WRITTEN,
     )  # fmt: skip
     return out
 

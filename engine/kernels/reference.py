@@ -5,6 +5,7 @@ Owns the formulas in torch, on any device. `rounding` says where they round:
     eager   where the plain code of `engine.model` does, to the dtype of the rows
     fast    once, at the end; inside everything is fp32
 
+A delta is added to what the kernel reads, and the sum is rounded as if it had been stored.
 Quantised forms round to the dtype of the rows first and then quantise, so that both see the same
 activation. Shape suffixes: B batch, R rows, D width, N heads, K head width, F inner width of the
 feed-forward part, M runs of rows with one modulation, G runs of rows with one camera.
@@ -71,8 +72,10 @@ def add_norm_modulate(
     modulation_BM6D: Tensor,
     eps: float,
     rounding: Rounding,
+    delta_BRD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return h = x + gate branch, and norm(h) (1 + scale) + shift; parts 2, 4, 3."""
+    branch_BRD = _summed(branch_BRD, delta_BRD)
     gate, shift, scale = (
         _part(modulation_BM6D, part, x_BRD) for part in (GATE_A, SHIFT_F, SCALE_F)
     )
@@ -95,9 +98,14 @@ def add_norm_modulate_fp8(
 
 
 def add_gated(
-    x_BRD: Tensor, branch_BRD: Tensor, modulation_BM6D: Tensor, rounding: Rounding
+    x_BRD: Tensor,
+    branch_BRD: Tensor,
+    modulation_BM6D: Tensor,
+    rounding: Rounding,
+    delta_BRD: Tensor | None = None,
 ) -> Tensor:
     """Return x + gate branch with part 5 of the modulation."""
+    branch_BRD = _summed(branch_BRD, delta_BRD)
     gate = _part(modulation_BM6D, GATE_F, x_BRD)
     return _add_gated(x_BRD, branch_BRD, gate, rounding).to(x_BRD.dtype)
 
@@ -117,15 +125,18 @@ def place(
     raw_BRNK: Tensor | None,
     eps: float,
     rounding: Rounding,
+    q_delta_BRNK: Tensor | None = None,
+    k_delta_BRNK: Tensor | None = None,
+    v_delta_BRNK: Tensor | None = None,
 ) -> Tensor:
     """Normalise q and k a head, rotate them, apply the cameras; write k and v, return q.
 
     The normalised rotary channels of k go into ``raw_BRNK``, before they are rotated.
     """
     start = cos_RK.shape[-1]
-    q_BRNK = _norm(q_BRNK, q_weight_K, eps, rounding)
-    k_BRNK = _norm(k_BRNK, k_weight_K, eps, rounding)
-    v_BRNK = _inner(v_BRNK, rounding)
+    q_BRNK = _norm(_summed(q_BRNK, q_delta_BRNK), q_weight_K, eps, rounding)
+    k_BRNK = _norm(_summed(k_BRNK, k_delta_BRNK), k_weight_K, eps, rounding)
+    v_BRNK = _inner(_summed(v_BRNK, v_delta_BRNK), rounding)
     if raw_BRNK is not None:
         raw_BRNK.copy_(k_BRNK[..., :start])
     key_BRNK.copy_(apply_prope(apply_rope(k_BRNK, cos_RK, sin_RK), key_value_BG44, start))
@@ -170,15 +181,20 @@ def absorb(o_BRNK: Tensor, lse_BNR: Tensor, q_BRNK: Tensor, k_BSNK: Tensor, v_BS
     o_BRNK.copy_((sum_ / total).transpose(1, 2))
 
 
-def swiglu(z_BRF: Tensor, rounding: Rounding) -> Tensor:
+def swiglu(z_BRF: Tensor, rounding: Rounding, delta_BRF: Tensor | None = None) -> Tensor:
     """Return value * silu(gate) for z = [value ; gate]."""
-    value, gate = _inner(z_BRF, rounding).chunk(2, dim=-1)
+    value, gate = _inner(_summed(z_BRF, delta_BRF), rounding).chunk(2, dim=-1)
     return (value * F.silu(gate)).to(z_BRF.dtype)
 
 
 def swiglu_fp8(z_BRF: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
     """Return `swiglu` of the same arguments, quantised."""
     return quantize_rows(swiglu(z_BRF, rounding))
+
+
+def _summed(x: Tensor, delta: Tensor | None) -> Tensor:
+    """Sum of a product and what an adapter adds to it, rounded to their dtype in both roundings."""
+    return x if delta is None else x + delta
 
 
 def _inner(x: Tensor, rounding: Rounding) -> Tensor:

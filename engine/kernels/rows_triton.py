@@ -29,6 +29,15 @@ def load_wide(at_, mask):
 
 
 @triton.jit
+def load_sum(at_, delta_at_, mask, kind: tl.constexpr, HAS_DELTA: tl.constexpr):
+    """Load as fp32, with what is added to it; the sum is rounded as if it had been stored."""
+    x = load_wide(at_, mask)
+    if HAS_DELTA:
+        x = (x + load_wide(delta_at_, mask)).to(kind).to(tl.float32)
+    return x
+
+
+@triton.jit
 def rounded(x, kind: tl.constexpr, EAGER: tl.constexpr):
     """Round to the dtype of the rows where eager code would; stay fp32 otherwise."""
     if EAGER:

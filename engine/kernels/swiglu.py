@@ -2,7 +2,8 @@
 
 Rows [B, R, 2F] in fp32 or bf16, any strides but a dense last axis; output [B, R, F], contiguous.
 The middle is fp32; with rounding "eager" silu(gate) is rounded to the dtype of the rows first, as
-plain code does. `swiglu_fp8` returns e4m3 codes and one factor a row.
+plain code does. A `delta`, contiguous, is added to the rows first, and that sum is rounded.
+`swiglu_fp8` returns e4m3 codes and one factor a row.
 Owns the operators; `swiglu_triton` has the kernels.
 """
 
@@ -30,16 +31,17 @@ def _half(z_BRF: Tensor) -> tuple[int, ...]:
 
 
 @torch.library.custom_op("worldstream::swiglu", mutates_args=())
-def swiglu(z_BRF: Tensor, rounding: str) -> Tensor:
+def swiglu(z_BRF: Tensor, rounding: str, delta_BRF: Tensor | None = None) -> Tensor:
     """Return [B, R, F]. Raises: ConfigError, UnsupportedError."""
     from engine.kernels import swiglu_triton
 
     _check("swiglu", z_BRF, rounding)
-    return swiglu_triton.swiglu(z_BRF, rounding == "eager")
+    contract.require_delta("swiglu", "delta", delta_BRF, z_BRF)
+    return swiglu_triton.swiglu(z_BRF, rounding == "eager", delta_BRF)
 
 
 @swiglu.register_fake
-def _(z_BRF: Tensor, rounding: str) -> Tensor:
+def _(z_BRF: Tensor, rounding: str, delta_BRF: Tensor | None = None) -> Tensor:
     return z_BRF.new_empty(_half(z_BRF))
 
 

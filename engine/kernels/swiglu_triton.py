@@ -16,22 +16,26 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.contract import new_row_scale
-from engine.kernels.rows_triton import AS_WRITTEN, codes_of, load_wide, rounded, row_factors
+from engine.kernels.rows_triton import AS_WRITTEN, codes_of, load_sum, rounded, row_factors
 
 _TILE = 1024
 _ROW_TILE = 2048
 
 
 @triton.jit
-def _gated(at_, WIDTH: tl.constexpr, mask, kind: tl.constexpr, EAGER: tl.constexpr):
-    value, gate = load_wide(at_, mask), load_wide(at_ + WIDTH, mask)
+def _gated(
+    at_, delta_at_, WIDTH: tl.constexpr, mask, kind: tl.constexpr, HAS_DELTA: tl.constexpr,
+    EAGER: tl.constexpr,
+):  # fmt: skip
+    value = load_sum(at_, delta_at_, mask, kind, HAS_DELTA)
+    gate = load_sum(at_ + WIDTH, delta_at_ + WIDTH, mask, kind, HAS_DELTA)
     return value * rounded(gate / (1.0 + tl.exp(-gate)), kind, EAGER)
 
 
 @triton.jit
 def _swiglu_kernel(
-    z_ptr, out_ptr, rows, z_batch, z_row,
-    WIDTH: tl.constexpr, TILE: tl.constexpr, EAGER: tl.constexpr,
+    z_ptr, delta_ptr, out_ptr, rows, z_batch, z_row,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, HAS_DELTA: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, row = program // rows, program % rows
@@ -39,7 +43,8 @@ def _swiglu_kernel(
     mask = column < WIDTH
     kind: tl.constexpr = z_ptr.dtype.element_ty
     at = z_ptr + batch * z_batch + row * z_row + column
-    out = _gated(at, WIDTH, mask, kind, EAGER)
+    delta_at = delta_ptr + program * (2 * WIDTH) + column
+    out = _gated(at, delta_at, WIDTH, mask, kind, HAS_DELTA, EAGER)
     tl.store(out_ptr + program * WIDTH + column, out.to(kind), mask=mask)
 
 
@@ -55,25 +60,27 @@ def _swiglu_fp8_kernel(
     largest = tl.full((TILE,), 0.0, tl.float32)
     for begin in range(0, WIDTH, TILE):
         column = begin + tl.arange(0, TILE)
-        out = _gated(at + column, WIDTH, column < WIDTH, kind, EAGER).to(kind).to(tl.float32)
+        out = _gated(at + column, at, WIDTH, column < WIDTH, kind, False, EAGER)
+        out = out.to(kind).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(out))
     factor, inverse = row_factors(tl.max(largest, axis=0))
     tl.store(factor_ptr + program, factor)
     for begin in range(0, WIDTH, TILE):
         column = begin + tl.arange(0, TILE)
         mask = column < WIDTH
-        out = _gated(at + column, WIDTH, mask, kind, EAGER).to(kind).to(tl.float32)
+        out = _gated(at + column, at, WIDTH, mask, kind, False, EAGER).to(kind).to(tl.float32)
         tl.store(out_ptr + program * WIDTH + column, codes_of(out, inverse), mask=mask)
 
 
-def swiglu(z_BRF: Tensor, is_eager: bool) -> Tensor:
+def swiglu(z_BRF: Tensor, is_eager: bool, delta_BRF: Tensor | None) -> Tensor:
     """Launch for checked arguments."""
     batch_size, rows, width = *z_BRF.shape[:2], z_BRF.shape[2] // 2
     out = z_BRF.new_empty((batch_size, rows, width))
     tile = min(_TILE, triton.next_power_of_2(width))
     _swiglu_kernel[(batch_size * rows, triton.cdiv(width, tile))](
-        z_BRF, out, rows, z_BRF.stride(0), z_BRF.stride(1),
-        WIDTH=width, TILE=tile, EAGER=is_eager, num_warps=4, **AS_WRITTEN,
+        z_BRF, z_BRF if delta_BRF is None else delta_BRF, out, rows, z_BRF.stride(0),
+        z_BRF.stride(1), WIDTH=width, TILE=tile, HAS_DELTA=delta_BRF is not None, EAGER=is_eager,
+        num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
     return out
 

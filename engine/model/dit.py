@@ -39,7 +39,7 @@ FP32_MODULES = ("proj_in", "audio_proj_in", "time_embedder", "proj_out", "audio_
 class Attend(Protocol):
     """What a block asks of its caller: visibility, positions, cameras, cache, attention."""
 
-    def __call__(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> Any:
+    def __call__(self, layer: int, q_BRNK: Any, k_BRNK: Any, v_BRNK: Any) -> Any:
         """Return the attention output [B, R, N, K] after the query row's camera matrix.
 
         ``q_BRNK`` and ``k_BRNK`` come after QK-RMSNorm and before RoPE and PRoPE, ``v_BRNK``
@@ -48,7 +48,7 @@ class Attend(Protocol):
         """
         ...
 
-    def store(self, layer: int, q_BRNK: Tensor, k_BRNK: Tensor, v_BRNK: Tensor) -> None:
+    def store(self, layer: int, q_BRNK: Any, k_BRNK: Any, v_BRNK: Any) -> None:
         """Take the keys and values of the last block of a refresh, which needs no output."""
         ...
 
@@ -56,9 +56,7 @@ class Attend(Protocol):
 class Halves(Protocol):
     """The two halves of each block, before and after attention."""
 
-    def project(
-        self, layer: int, x_BRD: Tensor, modulation_BR6D: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, layer: int, x_BRD: Tensor, modulation_BR6D: Tensor) -> tuple[Any, Any, Any]:
         """Return what ``attend`` takes."""
         ...
 

@@ -72,7 +72,7 @@ def test_quantising_twice_changes_nothing():
     again = quantize_(model, ALL)
     assert again.layers == ()
     assert again.lowest_db == float("inf")
-    assert set(again.skipped.values()) == {"is Fp8Linear, not a plain linear"}
+    assert len(again.ready) == 3 * len(LINEARS)
 
 
 @pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="this torch packs no weights")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.checkpoint.folder import read_config, sampled_hash
 from engine.checkpoint.reading import load_model
-from engine.checkpoint.source import Source, find_transformer, open_source
+from engine.checkpoint.source import Source, open_source
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, UnsupportedError
@@ -94,6 +94,9 @@ def test_what_files_do_not_tell_is_logged(tmp_path: Path, caplog: pytest.LogCapt
     text = caplog.text
     assert "original layout, interleaved qkv, 3 files" in text
     assert "qkv_assumed interleaved" in text
+    caplog.clear()
+    open_source(single_file(tmp_path), CONFIG)
+    assert "qkv_assumed stacked" in caplog.text
     assert "weights_assumed FL2VA" in text
 
 
@@ -201,12 +204,6 @@ def test_a_format_that_is_not_served_is_named(tmp_path: Path) -> None:
 # Where the transformer is, and which configuration it has.
 
 
-def test_the_transformer_is_found_in_a_repository(tmp_path: Path) -> None:
-    diffusers_shards(tmp_path / "transformer")
-    write_single(tmp_path / "vae" / "v.safetensors", {"decoder.conv.weight": torch.zeros(3)})
-    assert find_transformer(tmp_path, CONFIG) == tmp_path / "transformer"
-
-
 def test_other_files_of_the_folder_are_left_alone(tmp_path: Path) -> None:
     single_file(tmp_path)
     write_single(tmp_path / "vae.safetensors", {"decoder.conv.weight": torch.zeros(3)})
@@ -224,8 +221,10 @@ def test_two_models_in_a_folder_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_transformer_says_what_was_expected(tmp_path: Path) -> None:
     write_single(tmp_path / "vae.safetensors", {"decoder.conv.weight": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match=r"holds no transformer; expected tensors such as"):
-        find_transformer(tmp_path, CONFIG)
+    with pytest.raises(
+        CheckpointError, match=r"holds no transformer of 3 blocks; expected tensors such as"
+    ):
+        open_source(tmp_path, CONFIG)
 
 
 def test_a_configuration_of_another_tool_has_to_agree(tmp_path: Path) -> None:
@@ -250,7 +249,7 @@ def test_two_models_of_one_kind_have_two_hashes(tmp_path: Path) -> None:
 
 def test_an_engine_loads_released_weights_by_its_preset(tmp_path: Path) -> None:
     events: list[LoadEvent] = []
-    folder = original_shards(tmp_path / "transformer").parent
+    folder = original_shards(tmp_path / "transformer")
     with pytest.raises(CheckpointError, match="has no text encoder"):
         Engine.from_pretrained(
             folder, EngineConfig(device="cpu", dtype="bfloat16"), model_config=CONFIG,

@@ -7,12 +7,13 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.folder import save_model, write_manifest
 from engine.config import EngineConfig, preset
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.text import WordEncoder
 from stream.cli import main
 from stream.world_spec import WorldSpec, read_start, world_spec
 from stream.worlds import ModelCache, load_models
-from tests.tiny import tiny_model
+from tests.adapters import peft_keys, random_factors, write_adapter
+from tests.tiny import tiny_model, unpacked_model
 from vae_stream.taehv import TinyVae, TinyVaeConfig
 
 pytestmark = pytest.mark.cpu
@@ -36,7 +37,7 @@ def image(tmp_path: Path) -> str:
     return str(path)
 
 
-def _spec(weights: Path | str, preset_name: str = "tiny") -> WorldSpec:
+def _spec(weights: Path | str, preset_name: str = "tiny", **adapter: str) -> WorldSpec:
     return world_spec(
         preset_name,
         size=None,
@@ -44,6 +45,7 @@ def _spec(weights: Path | str, preset_name: str = "tiny") -> WorldSpec:
         renderer=False,
         device="cpu",
         dtype="float32",
+        **adapter,
     )
 
 
@@ -55,6 +57,27 @@ def test_folder_of_weights_runs_and_replays(
     code = main(["generate", *options, "--preset", "tiny", "--weights", str(folder)])
     assert code == 0, capsys.readouterr().err
     assert main(["replay", str(tmp_path / "a.trace.jsonl")]) == 0
+
+
+def test_an_adapter_is_taken_from_the_folder_or_as_named(folder: Path, tmp_path: Path) -> None:
+    model = unpacked_model(preset("tiny").model)
+    names = ["transformer_blocks.0.attn.to_q", "token_refiner.refiner_blocks.0.ff.net.2"]
+    tensors = peft_keys(random_factors(model, names))
+    beside = write_adapter(tmp_path / "other.safetensors", tensors)
+    hashes = [load_models(_spec(folder)).engine.model_hash]
+    named = load_models(_spec(folder, lora=str(beside), lora_mode="merged"))
+    assert named.plan.part_gib("adapter") == 0.0
+    write_adapter(folder / "adapter" / "adapter_model.safetensors", tensors)
+    found = load_models(_spec(folder))
+    assert found.engine.config.lora == str(folder / "adapter")
+    assert found.plan.part_gib("adapter") > 0.0
+    hashes += [models.engine.model_hash for models in (named, found)]
+    assert hashes[0] != hashes[1] == hashes[2]
+
+
+def test_an_adapter_that_is_not_there_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="lora: 'nowhere' is not there"):
+        _spec(folder, lora="nowhere")
 
 
 @pytest.mark.parametrize("name", ["vae/model.safetensors", "vae/config.json", "config.json"])

@@ -1,0 +1,169 @@
+"""What becomes of the linears of a loaded model: its adapter, eight bits, and what is kept of them.
+
+Owns the order: eight bits are made of the fp32 sum of a weight and its update, then whatever stays
+wide gets the adapter in its own way; and the file that keeps what was quantised, so that the next
+start reads half of the bytes and computes nothing. Invariant: what comes from that file has the
+bits that quantising would give again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+from torch import Tensor
+
+from engine.checkpoint.adapters import Adapter
+from engine.checkpoint.shards import read_shard, write_shard
+from engine.checkpoint.source import Source
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, UnsupportedError
+from engine.kernels.fp8_linear import WIDTH_MULTIPLE
+from engine.lora import change_weights, install_adapter, merged
+from engine.model.dit import MiniMaxH3Transformer
+from engine.quant import Fp8Linear, quantize_, refusal, scheme_of, whole_groups
+
+_FORM = 1
+"""Raised when the same weights would give other codes."""
+_ROOM = 1.5
+"""Times its size that a file needs on disk, so that no disk is filled by it."""
+_KEPT_COUNT = 2
+"""Files of 16 GB each for the large model: that in use and the one before."""
+_STALE_S = 3600.0
+"""Age at which a half-written file is no longer anybody's."""
+
+_log = logging.getLogger(__name__)
+
+
+class QuantCache:
+    """The eight-bit linears of one model under one scheme, in a file.
+
+    Args:
+        folder: of all such files.
+        model_hash: of the weights, and of the adapter that is merged into them.
+        config: resolved; the device's kind counts, because sums are ordered otherwise on another.
+    """
+
+    def __init__(self, folder: Path, model_hash: str, config: EngineConfig) -> None:
+        device = config.device.partition(":")[0]
+        label = f"{_FORM} {model_hash} {scheme_of(config.linear)} {config.dtype} {device}"
+        self.path = folder / f"{hashlib.sha256(label.encode()).hexdigest()[:32]}.safetensors"
+
+    def find(self) -> Path | None:
+        """Return the file, if it is there and whole; a damaged one is removed."""
+        if not self.path.is_file():
+            return None
+        try:
+            read_shard(self.path)
+        except CheckpointError as error:
+            _log.warning("quantized_dropped %s", error)
+            self.path.unlink(missing_ok=True)
+            return None
+        os.utime(self.path)
+        return self.path
+
+    def keep(self, model: MiniMaxH3Transformer) -> None:
+        """Write the linears in eight bits; where that cannot be done, go on without."""
+        tensors: dict[str, Tensor] = {
+            f"{name}.{part}": getattr(module, part)
+            for name, module in model.named_modules()
+            if isinstance(module, Fp8Linear)
+            for part in ("codes_NK", "scale_N")
+        }
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._tidy()
+            free = shutil.disk_usage(self.path.parent).free
+            if free < _ROOM * size:
+                _log.warning("quantized_not_kept needed=%d free=%d", size, free)
+                return
+            entries = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+            write_shard(self.path, entries, iter(tensors.values()))
+        except OSError as error:
+            _log.warning("quantized_not_kept %s: %s", self.path, error)
+            return
+        self._tidy()
+        _log.info("quantized_kept %s gb=%.2f", self.path, size / 1e9)
+
+    def _tidy(self) -> None:
+        """Remove what lay unused longest, and what somebody left half written."""
+        folder = self.path.parent
+        files = sorted(folder.glob("*.safetensors"), key=lambda each: -each.stat().st_mtime)
+        parts = folder.glob("*.part")
+        old = [each for each in parts if time.time() - each.stat().st_mtime > _STALE_S]
+        for each in (*files[_KEPT_COUNT:], *old):
+            each.unlink(missing_ok=True)
+
+
+def prepare_linears(
+    model: MiniMaxH3Transformer,
+    config: EngineConfig,
+    *,
+    adapter: Adapter | None = None,
+    cache: QuantCache | None = None,
+) -> None:
+    """Put linears into eight bits and an adapter into the model.
+
+    Args:
+        model: as it was loaded.
+        config: resolved, the mode of the adapter as well.
+        adapter: that of the config.
+        cache: keeps what is quantised here.
+
+    Raises: ConfigError for a scheme that is no such thing, UnsupportedError where it does not run
+        or touches nothing.
+    """
+    if adapter is not None:
+        change_weights(model, adapter)
+    if config.linear != "bf16":
+        _quantize(model, config.linear, adapter, cache)
+    if adapter is not None:
+        assert config.lora_mode != "auto"
+        install_adapter(model, adapter, config.lora_mode)
+
+
+def kept_fp8(source: Source, config: EngineConfig, adapter: Adapter | None) -> frozenset[str]:
+    """Weights that a source has in eight bits and that a resolved config wants so.
+
+    What an adapter changes is multiplied out, to be quantised with its update.
+    """
+    scheme = scheme_of(config.linear)
+    names = set(source.fp8_names)
+    names -= {
+        name for name, shape in source.shapes.items() if any(n % WIDTH_MULTIPLE for n in shape)
+    }
+    if adapter is not None:
+        names -= {f"{name}.weight" for name in adapter.pairs} | adapter.changes.keys()
+    return whole_groups(names, scheme, source.config.num_layers)
+
+
+def _quantize(
+    model: MiniMaxH3Transformer, name: str, adapter: Adapter | None, cache: QuantCache | None
+) -> None:
+    """Put linears into eight bits and log what that costs."""
+    reason = refusal(model.proj_in.weight.device, model.dtype)
+    if reason is not None:
+        raise UnsupportedError(f"linear is {name!r}; allowed here: 'bf16', because {reason}")
+
+    def widen(linear: str, weight_NK: Tensor) -> Tensor:
+        assert adapter is not None
+        return merged(adapter, linear, weight_NK)
+
+    report = quantize_(model, scheme_of(name), None if adapter is None else widen)
+    if not report.layers and not report.ready:
+        raise UnsupportedError(
+            f"linear is {name!r}; allowed for this model of {model.config.num_layers} blocks: "
+            "'bf16', because the scheme names no linear that it has"
+        )
+    _log.info(
+        "linears_quantized scheme=%s layers=%d ready=%d skipped=%d sqnr_db=%.1f gib=%.2f "
+        "was_gib=%.2f", name, len(report.layers), len(report.ready), len(report.skipped),
+        report.lowest_db, report.after_gib, report.before_gib,
+    )  # fmt: skip
+    if cache is not None and report.layers:
+        cache.keep(model)
