@@ -126,8 +126,8 @@ class StreamingDecoder(Protocol):
             state: of this decoder; unchanged when the latent is rejected.
             latent_BCHW: normalised, `[1, channels, height/16, width/16]`, fp32 or bf16.
 
-        Returns the pictures of none, one or more latents, this one's or earlier ones', in order.
-        They hold until the next few calls only where the device is CUDA.
+        Returns the pictures of none, one or more latents, this one's or earlier ones', in order;
+        their tensors are the caller's.
 
         Raises:
             ValueError: wrong state or shape, a flushed state, or a value that is not finite (on
