@@ -96,6 +96,10 @@ class Replay:
     """merged, separate or fused, as it was."""
     qkv_layout: str = "auto"
     """interleaved or stacked, as it was."""
+    linear: str = "auto"
+    """bf16, fp8_rowwise or a json file, as it was."""
+    kernels: str = "auto"
+    """off, eager or fast, as it was."""
     verbose: bool = False
     """Log to stderr: as text in a terminal, else as JSON lines."""
     force: bool = False
@@ -123,6 +127,8 @@ class Replay:
             lora=self.lora,
             lora_mode=self.lora_mode,
             qkv_layout=self.qkv_layout,
+            linear=self.linear,
+            kernels=self.kernels,
         )
         if trace.is_torn or trace.end is None:
             _say("note: the trace broke off; replaying the chunks that it holds")
@@ -242,6 +248,8 @@ class Doctor:
     """mini, h3_33b or tiny."""
     weights: Text = None
     """Folder to look into, shipped, or random; by default what ships, else nothing."""
+    lora: File = None
+    """Adapter to look at: what it is, and what of it merging into bfloat16 would lose."""
     size: Text = None
     """Picture size to plan memory for, such as 832x480; by default those that the preset knows."""
     device: str = "auto"
@@ -268,6 +276,7 @@ class Doctor:
             Question(
                 preset=self.preset,
                 weights=self.weights,
+                lora=self.lora,
                 size=self.size,
                 device=self.device,
             ),

@@ -7,59 +7,33 @@ an error; each thing that is missing says what to do.
 
 from __future__ import annotations
 
-import importlib.util
-import platform
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.record import describe_machine, size_name
-from engine.attention.base import AttentionNeed, backends
+from benchmarks.record import size_name
+from engine.checkpoint.folder import read_config
 from engine.config import EngineConfig, Geometry, ModelConfig, preset
-from engine.device import likely_dtype, present_memory, resolve_device, torch_dtype
+from engine.device import present_memory, resolve_device
 from engine.errors import CheckpointError, ConfigError, DeviceError, WorldStreamError
+from engine.lora import adapter_report
 from engine.memory import MemoryPlan, Present
+from stream.doctor_machine import (
+    backend_findings,
+    codec_findings,
+    device_findings,
+    network_findings,
+    version_findings,
+)
+from stream.findings import Finding, Health, findings_of
 from stream.plan_world import plan_world
 from stream.settings import ServerSettings
-from stream.weight_folder import WeightFolder, look_through
+from stream.weight_folder import Role, WeightFolder, look_through
 from stream.weight_sources import LICENCE_NOTE, sources_of
 from stream.world_spec import WorldSpec
-
-_GIB = 2**30
-_PACKAGES = (
-    "torch", "triton", "numpy", "safetensors", "av", "aiortc", "fastapi", "pillow",
-    "transformers", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
-)  # fmt: skip
-_OPTIONAL_PACKAGES = frozenset({"triton", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"})
-_CODECS = ("libx264", "libvpx", "mjpeg")
-_UDP_TRIES = 4
-"""Ports of a range that are tried: the first, the last, and some between."""
-
-
-class Health(StrEnum):
-    """Verdict on one thing."""
-
-    OK = "ok"
-    NOTE = "note"
-    """Worth knowing; nothing depends on it."""
-    MISSING = "missing"
-    """Without it the preset cannot be served here."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    section: str
-    name: str
-    health: Health
-    detail: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +89,8 @@ class Question:
     preset: str
     weights: str | None = None
     """Folder, "shipped" or "random"; None: what ships, else nothing."""
+    lora: str | None = None
+    """Adapter to look at, besides one that lies with the weights."""
     size: str | None = None
     """Picture size to plan for; None: all that the preset knows."""
     device: str = "auto"
@@ -133,7 +109,7 @@ class Question:
                 preset=self.preset,
                 geometry=each,
                 weights=self.weights or ("random" if self.preset == "tiny" else "shipped"),
-                engine=EngineConfig(device=self.device),
+                engine=EngineConfig(device=self.device, lora=self.lora),
             )
             for each in preset(self.preset).geometries
             if self.size in (None, size_name(each))
@@ -150,24 +126,25 @@ def examine(question: Question, settings: ServerSettings) -> Report:
     specs = question.specs
     spec = specs[0]
     found = preset(spec.preset, spec.geometry)
-    findings = [*_versions(), *_device(spec.engine.device)]
+    findings = [*version_findings(), *device_findings(spec.engine.device)]
     try:
         device = resolve_device(spec.engine.device)
     except DeviceError:  # said above
         device = torch.device("cpu")
-        specs = tuple(replace(each, engine=EngineConfig(device="cpu")) for each in specs)
-    findings += _backends(device, found.model)
+        specs = tuple(replace(each, engine=replace(each.engine, device="cpu")) for each in specs)
+    findings += backend_findings(device, found.model)
     try:
         folder = _folder(spec)
     except CheckpointError as error:
         folder = None
-        findings.append(_finding("files")("weights", Health.MISSING, str(error)))
+        findings.append(findings_of("files")("weights", Health.MISSING, str(error)))
     findings += _files(spec, folder)
+    findings += _adapter(question.lora, folder, found.model)
     present = present_memory(device)
     sizes = tuple(_planned(each, folder, present) for each in specs)
     findings += _memory(sizes, present)
-    findings += _network(settings)
-    findings += _codecs()
+    findings += network_findings(settings)
+    findings += codec_findings()
     licence = LICENCE_NOTE if sources_of(spec.preset) else ""
     return Report(
         preset=spec.preset,
@@ -178,75 +155,8 @@ def examine(question: Question, settings: ServerSettings) -> Report:
     )
 
 
-def _finding(section: str) -> Callable[[str, Health, str], Finding]:
-    return lambda name, health, detail: Finding(
-        section=section, name=name, health=health, detail=detail
-    )
-
-
-def _versions() -> Iterator[Finding]:
-    make = _finding("versions")
-    yield make("python", Health.OK, f"{platform.python_version()} on {platform.platform()}")
-    yield make("worldstream", Health.OK, _version("worldstream") or "not installed: a checkout")
-    for package in _PACKAGES:
-        found = _version(package)
-        if found is not None:
-            yield make(package, Health.OK, found)
-        elif package not in _OPTIONAL_PACKAGES:
-            health = Health.NOTE if package == "transformers" else Health.MISSING
-            yield make(package, health, "not installed")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _device(name: str) -> Iterator[Finding]:
-    make = _finding("device")
-    machine = describe_machine(torch.device("cpu"))
-    yield make("processor", Health.OK, f"{machine.cpu}, {machine.threads} threads")
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        detail = "none" + ("" if built else f"; torch {torch.__version__} is built without CUDA")
-        yield make("GPU", Health.NOTE, detail)
-    else:
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            yield make(
-                f"GPU {index}",
-                Health.OK,
-                f"{properties.name}, {properties.total_memory / _GIB:.1f} GiB, capability "
-                f"{properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
-                f"cuDNN {torch.backends.cudnn.version()}",  # type: ignore[no-untyped-call]
-            )
-    try:
-        yield make("chosen", Health.OK, f"{name}: {resolve_device(name)}")
-    except DeviceError as error:
-        yield make("chosen", Health.MISSING, str(error))
-
-
-def _backends(device: torch.device, model: ModelConfig) -> Iterator[Finding]:
-    make = _finding("backends")
-    need = AttentionNeed.on(device, torch_dtype(likely_dtype(device)), model.attention_head_dim)
-    for backend in backends().values():
-        reason = backend.refusal(need)
-        health = Health.OK if reason is None else Health.NOTE
-        yield make(f"attention {backend.name}", health, "serves" if reason is None else reason)
-    has_triton = importlib.util.find_spec("triton") is not None
-    is_cuda = device.type == "cuda"
-    for name, is_there, otherwise in (
-        ("fused kernels", is_cuda and has_triton, "need CUDA and triton"),
-        ("CUDA graphs", is_cuda, "need CUDA"),
-        ("FP8 products", present_memory(device).has_fp8, "need CUDA of capability 8.9 or more"),
-    ):
-        yield make(name, Health.OK if is_there else Health.NOTE, "" if is_there else otherwise)
-
-
 def _files(spec: WorldSpec, folder: WeightFolder | None) -> Iterator[Finding]:
-    make = _finding("files")
+    make = findings_of("files")
     needed = sources_of(spec.preset)
     if spec.weights == "random":
         yield make("weights", Health.NOTE, "random: to measure speed and memory, not to look at")
@@ -271,6 +181,39 @@ def _files(spec: WorldSpec, folder: WeightFolder | None) -> Iterator[Finding]:
         )
 
 
+def _adapter(
+    lora: str | None, folder: WeightFolder | None, model: ModelConfig
+) -> Iterator[Finding]:
+    """What an adapter is, and what of it merging into bfloat16 weights would lose."""
+    make = findings_of("adapter")
+    weights = None
+    try:
+        place = None if lora is None else Path(lora)
+        if folder is not None:
+            model, weights = read_config(folder.path, model), folder.find(Role.TRANSFORMER)
+            place = place or folder.find(Role.ADAPTER)
+        if place is None:
+            return
+        report = adapter_report(place, model, weights)
+    except (WorldStreamError, OSError) as error:
+        yield make("file", Health.MISSING, str(error))
+        return
+    yield make("file", Health.OK, f"{report.summary}; {report.parameter_count / 1e6:.1f} M values")
+    if not report.losses:
+        detail = "not known without the weights that it changes: --weights"
+        yield make("lost by a merge", Health.NOTE, detail)
+        return
+    worst = max(report.losses, key=lambda loss: loss.lost_share)
+    is_large = report.should_stay_apart
+    advice = "keep it apart: --lora-mode fused or separate" if is_large else "little"
+    yield make(
+        "lost by a merge",
+        Health.NOTE if is_large else Health.OK,
+        f"{report.lost_share:.1%} of the changes of bfloat16 weights, sampled in "
+        f"{len(report.losses)} linears; {worst.lost_share:.1%} in {worst.name}: {advice}",
+    )
+
+
 def _folder(spec: WorldSpec) -> WeightFolder | None:
     """What lies in the folder of weights; None where none was named."""
     if spec.weights == "random":
@@ -288,7 +231,7 @@ def _planned(spec: WorldSpec, folder: WeightFolder | None, present: Present) -> 
 
 
 def _memory(sizes: Sequence[PlannedSize], present: Present) -> Iterator[Finding]:
-    make = _finding("memory")
+    make = findings_of("memory")
     yield make("free", Health.OK, f"{present.device_gib:.1f} GiB")
     fits_any = any(each.plan is not None for each in sizes)
     for each in sizes:
@@ -299,61 +242,6 @@ def _memory(sizes: Sequence[PlannedSize], present: Present) -> Iterator[Finding]
             yield make(name, Health.OK, detail)
         else:
             yield make(name, Health.NOTE if fits_any else Health.MISSING, each.reason)
-
-
-def _network(settings: ServerSettings) -> Iterator[Finding]:
-    make = _finding("network")
-    where = f"{settings.host}:{settings.port}"
-    reason = _refusal(socket.SOCK_STREAM, settings.host, settings.port)
-    if reason is None:
-        yield make("port", Health.OK, f"{where} can be opened")
-    else:
-        yield make("port", Health.MISSING, f"{where}: {reason}; choose another: --port")
-    hosts = settings.ice_hosts or ("0.0.0.0",)
-    first, last = settings.udp_ports or (0, 0)
-    step = max(1, (last - first) // _UDP_TRIES)
-    tried = sorted({*range(first, last + 1, step), last})
-    refused = [
-        f"{host}:{port}: {reason}"
-        for host in hosts
-        for port in tried
-        if (reason := _refusal(socket.SOCK_DGRAM, host, port)) is not None
-    ]
-    ports = "any" if settings.udp_ports is None else f"{first}-{last}"
-    if not refused:
-        yield make("UDP for media", Health.OK, f"{ports} on {', '.join(hosts)}")
-    elif len(refused) < len(tried) * len(hosts):
-        yield make("UDP for media", Health.NOTE, f"{ports}: some are taken: {refused[0]}")
-    else:
-        detail = f"{ports}: {refused[0]}; video goes over the WebSocket instead"
-        yield make("UDP for media", Health.NOTE, detail)
-
-
-def _refusal(kind: socket.SocketKind, host: str, port: int) -> str | None:
-    """Return why a port cannot be opened, or None."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, kind) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(kind is socket.SOCK_STREAM))
-        try:
-            tried.bind((host, port))
-        except OSError as error:
-            return error.strerror or str(error)
-    return None
-
-
-def _codecs() -> Iterator[Finding]:
-    make = _finding("codecs")
-    try:
-        from av import codecs_available
-    except ImportError as error:
-        yield make("PyAV", Health.MISSING, str(error))
-        return
-    for name in _CODECS:
-        if name in codecs_available:
-            yield make(name, Health.OK, "")
-        else:
-            health = Health.MISSING if name == "libx264" else Health.NOTE
-            yield make(name, health, "this build of PyAV lacks it")
 
 
 def _size_as_json(size: PlannedSize) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from stream.doctor import Health, Report
+from stream.doctor import Report
+from stream.findings import Health
 from stream.plan_table import plan_table
 
 _MARKS = {

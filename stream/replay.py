@@ -53,6 +53,8 @@ def plan_replay(
     lora: str | None = None,
     lora_mode: str = "auto",
     qkv_layout: str = "auto",
+    linear: str = "auto",
+    kernels: str = "auto",
 ) -> ReplayPlan:
     """Check a trace and its first picture before torch or weights are loaded.
 
@@ -66,6 +68,8 @@ def plan_replay(
         lora: where the adapter is now.
         lora_mode: as it was used.
         qkv_layout: as the weights were read.
+        linear: as the products were.
+        kernels: as they were.
 
     Raises:
         ConfigError: names what does not fit.
@@ -85,6 +89,8 @@ def plan_replay(
         lora=lora,
         lora_mode=lora_mode,
         qkv_layout=qkv_layout,
+        linear=linear,
+        kernels=kernels,
     )
     path = image
     if image is None and header.image is not None:

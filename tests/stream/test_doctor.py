@@ -10,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.checkpoint.folder import save_model
 from engine.memory import Present
+from engine.text import WordEncoder
 from stream.cli import main
-from stream.doctor import Finding, Health, Question, Report, examine
+from stream.doctor import Question, Report, examine
+from stream.findings import Finding, Health
 from stream.settings import load_settings
 from stream.weight_folder import Role
 from stream.weight_sources import sources_of
+from tests.adapters import adapted_names, peft_keys, random_factors, write_adapter
+from tests.tiny import tiny_config, unpacked_model
 
 pytestmark = pytest.mark.cpu
 
@@ -138,6 +143,41 @@ def test_tables_end_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None
     assert code == 0
     assert "Memory at 256x160" in out
     assert out.rstrip().endswith("mini can be served here")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """Weights of the tiny model, and an adapter whose updates are far below a bfloat16 step."""
+    config = tiny_config()
+    model = unpacked_model(config)
+    weights = tmp_path / "weights"
+    save_model(weights, model, config, text_encoder=WordEncoder.of(config), int8=False)
+    factors = random_factors(model, adapted_names(config), size=1e-4)
+    write_adapter(weights / "adapter" / "adapter_model.safetensors", peft_keys(factors))
+    return weights
+
+
+def test_what_a_merge_would_lose_of_an_adapter_is_told(adapter: Path) -> None:
+    found = _found(_examine(Question(preset="tiny", weights=str(adapter))), "adapter")
+    assert found["file"].health is Health.OK
+    lost = found["lost by a merge"]
+    assert lost.health is Health.NOTE
+    assert "keep it apart: --lora-mode" in lost.detail
+    assert float(lost.detail.partition("%")[0]) > 30.0
+
+
+def test_an_adapter_alone_is_read_without_weights(adapter: Path) -> None:
+    file = adapter / "adapter" / "adapter_model.safetensors"
+    found = _found(_examine(Question(preset="tiny", lora=str(file))), "adapter")
+    assert found["file"].health is Health.OK
+    assert "--weights" in found["lost by a merge"].detail
+
+
+def test_an_adapter_of_another_model_is_a_finding(adapter: Path) -> None:
+    file = adapter / "adapter" / "adapter_model.safetensors"
+    report = _examine(Question(preset="mini", lora=str(file)))
+    assert _found(report, "adapter")["file"].health is Health.MISSING
+    assert str(file) in _found(report, "adapter")["file"].detail
 
 
 @pytest.mark.parametrize(
