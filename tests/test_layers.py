@@ -1,7 +1,9 @@
 """Layer rules of the packages, and imports without side effects."""
 
+import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,16 @@ def _modules(package: str) -> list[str]:
     return [name.removesuffix(".__init__") for name in names if not name.endswith("__main__")]
 
 
+@pytest.fixture
+def _loggers_as_before() -> Iterator[None]:
+    """Import-linter disables every logger that there is; later tests read what they say."""
+    yield
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False
+
+
+@pytest.mark.usefixtures("_loggers_as_before")
 def test_import_linter_contracts_hold() -> None:
     from importlinter.cli import lint_imports
 
