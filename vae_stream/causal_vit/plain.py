@@ -60,7 +60,13 @@ class PlainCalls:
             time_span=self._causal.time_span, suffix_rows=vit.config.suffix_count,
         )  # fmt: skip
         z_BCTHW = buffers.latents_CFHW[: kind.latents].transpose(0, 1)[None]
-        x_BRD = torch.cat([vit.embed(z_BCTHW), vit.suffix(1)], dim=1)
+        with torch.backends.cudnn.flags(
+            enabled=torch.backends.cudnn.enabled,
+            benchmark=torch.backends.cudnn.benchmark,
+            deterministic=torch.backends.cudnn.deterministic,
+            allow_tf32=False,  # the embedding begins with a convolution
+        ):
+            x_BRD = torch.cat([vit.embed(z_BCTHW), vit.suffix(1)], dim=1)
         tokens = x_BRD.shape[1] - vit.config.suffix_count
         for layer, block in enumerate(vit.blocks):
             assert isinstance(block, Block)
