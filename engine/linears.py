@@ -13,6 +13,8 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -83,12 +85,29 @@ class QuantCache:
                 _log.warning("quantized_not_kept needed=%d free=%d", size, free)
                 return
             entries = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
-            write_shard(self.path, entries, iter(tensors.values()))
+            with self._alone():
+                write_shard(self.path, entries, iter(tensors.values()))
+        except FileExistsError:
+            _log.info("quantized_kept_elsewhere %s", self.path)
+            return
         except OSError as error:
             _log.warning("quantized_not_kept %s: %s", self.path, error)
             return
         self._tidy()
         _log.info("quantized_kept %s gb=%.2f", self.path, size / 1e9)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Let one process write the file: ranks that share a rollout all have the same to write.
+
+        Raises: FileExistsError where another does.
+        """
+        mark = self.path.with_name(f"{self.path.name}.lock.part")
+        mark.touch(exist_ok=False)
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
 
     def _tidy(self) -> None:
         """Remove what lay unused longest, and what somebody left half written."""

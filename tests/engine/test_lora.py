@@ -322,6 +322,20 @@ def test_the_two_files_that_were_used_last_stay(folder, tmp_path, scheme, cache)
     assert not stale.exists()
 
 
+def test_one_process_at_a_time_keeps_what_was_quantised(folder, scheme, cache, monkeypatch) -> None:
+    written: list[Path] = []
+
+    def write(path: Path, *rest: object) -> None:
+        written.append(path)
+        Engine.from_pretrained(folder, config)  # another rank, at the same time
+
+    monkeypatch.setattr("engine.linears.write_shard", write)
+    config = dataclasses.replace(BF16, linear=scheme)
+    Engine.from_pretrained(folder, config)
+    assert len(written) == 1
+    assert list(cache.iterdir()) == []
+
+
 def test_a_damaged_file_is_made_again(folder, scheme, cache) -> None:
     config = dataclasses.replace(BF16, linear=scheme)
     first = _roll(Engine.from_pretrained(folder, config))

@@ -228,6 +228,7 @@ def test_a_folder_without_a_transformer_says_what_was_expected(tmp_path: Path) -
 
 
 def test_a_configuration_of_another_tool_has_to_agree(tmp_path: Path) -> None:
+    assert read_config(tmp_path, CONFIG) == CONFIG
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"_class_name": "X", "num_layers": 3, "patch_size": [1, 2, 2]}))
     assert read_config(tmp_path, CONFIG) == CONFIG
