@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.checkpoint import reading
 from engine.checkpoint.folder import read_config, sampled_hash
-from engine.checkpoint.reading import load_model
+from engine.checkpoint.reading import TensorReader, load_model
 from engine.checkpoint.source import Source, open_source
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -280,6 +281,34 @@ def test_no_second_copy_of_the_weights_is_made(
     with LiveBytes() as live:
         _load(source)
     assert live.peak_bytes <= source.nbytes + 3 * largest
+
+
+class _Event:
+    """Stands for the end of a copy: a buffer may be filled again once it was waited for."""
+
+    def __init__(self) -> None:
+        self._is_free = True
+
+    def synchronize(self) -> None:
+        self._is_free = True
+
+    def record(self) -> None:
+        assert self._is_free
+        self._is_free = False
+
+
+@pytest.mark.parametrize("buffer_bytes", [1000, 4096, 10**6])
+def test_tensors_go_through_two_buffers_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+) -> None:
+    monkeypatch.setattr(reading, "BUFFER_BYTES", buffer_bytes)
+    reader = TensorReader(CPU)
+    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8) for _ in range(2)]
+    reader._buffers = [(buffer, _Event()) for buffer in buffers]
+    expected = original_state(MODEL, CONFIG)
+    for piece in open_source(original_shards(tmp_path), CONFIG).pieces:
+        sent = reader._send(piece.record).view(expected[piece.name].dtype)
+        assert torch.equal(sent.view(piece.record.shape), expected[piece.name]), piece.name
 
 
 # What can be wrong: file, tensor, expected and got, before anything is allocated.
