@@ -1,6 +1,8 @@
-"""The measured sections of both READMEs, made from records: ``python -m benchmarks.report``.
+"""The measured sections of README.md, the model card and the guide to the large preset, made from
+records: ``python -m benchmarks.report``.
 
-Owns which figures stand there and how they are rounded; `ladder_report` has those of the ladder.
+Owns which figures stand there and how they are rounded; `ladder_report` has those of the ladder,
+`session_report` those of the guide.
 Invariants: every number comes from a file of records in `benchmarks/` or `miniworld/figures.json`;
 what has no record has no row; a test holds README.md and the model card against what this makes.
 """
@@ -15,11 +17,13 @@ from typing import Any
 
 from benchmarks.ladder_report import RECORDS as LADDER_RECORDS
 from benchmarks.ladder_report import draw_pictures, ladder_section
+from benchmarks.session_report import session_section
 from miniworld.evaluation.figures import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 MODEL_CARD = ROOT / "miniworld" / "README.md"
+H3_GUIDE = ROOT / "docs" / "h3_33b.md"
 LIVE_RECORDS = ROOT / "benchmarks" / "live.jsonl"
 SPEED_RECORDS = ROOT / "benchmarks" / "engine.jsonl"
 LADDER_PICTURES = ROOT / "benchmarks" / "pictures"
@@ -246,9 +250,12 @@ def _rounded(figure: Figure) -> str:
 
 
 def main() -> None:
-    """Draw the pictures of ladders; write the sections into README.md and the model card."""
+    """Draw the pictures of ladders; write the sections into README.md, model card and guide."""
     draw_pictures(LADDER_RECORDS, LADDER_PICTURES)
-    for path, body in ((README, section()), (MODEL_CARD, card_section())):
+    sections = (
+        (README, section()), (MODEL_CARD, card_section()), (H3_GUIDE, session_section()),
+    )  # fmt: skip
+    for path, body in sections:
         text = path.read_text(encoding="utf-8")
         path.write_text(filled(text, body), encoding="utf-8")
 

@@ -1,12 +1,15 @@
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import report
+from benchmarks.session_report import session_section
 from miniworld.evaluation.figures import Report
+from stream.cli import read_command
 from stream.live_figures import PARTS
 
 pytestmark = pytest.mark.cpu
@@ -122,3 +125,46 @@ def test_shown_rows_are_figures_that_the_evaluation_makes() -> None:
     for item, name, _ in report.QUALITY_ROWS:
         assert f'"{item}"' in sources
         assert re.sub(r", (chunk \d+|\d+ s)$", "", name) in sources
+
+
+def _session(**changes: object) -> str:
+    spread = {"unit": "ms", "n": 20, "p20": 600.0, "p50": 640.4, "p80": 650.0, "p95": 700.2}
+    parts = dict.fromkeys(("denoise_0", "denoise_1", "camera_and_draws", "host"), spread)
+    record: dict[str, Any] = {
+        "preset": "h3_33b", "row": "A", "geometry": "832x480", "weights": "random",
+        "dtype": "bfloat16", "kernels": "auto", "decoder": "causal ViT, hybrid_a3",
+        "gpu": "A GPU", "cpu": "A Processor", "frames_per_second": 26.55, "chunk": spread,
+        "first_frame": spread, "overlap": spread, "commit": "abc1234",
+        "first_frame_parts": parts | {"decode_first_frames": spread},
+        "memory": {"planned_gib": 100.0, "reserved_peak_gib": 112.0, "off_by": 0.12},
+        "start_up_s": {"imports": 3.0, "transformer": 40.25}, "first_frame_after_s": 43.25,
+    }  # fmt: skip
+    return json.dumps(record | changes) + "\n"
+
+
+def test_sessions_show_the_last_record_and_mark_misses(tmp_path: Path) -> None:
+    records = tmp_path / "session.jsonl"
+    records.write_text(_session(frames_per_second=1.0) + _session())
+    text = session_section(records)
+    assert "**26.6** |" in text
+    assert "**1.0**" not in text
+    assert "**640** / 700 ms (missed: at most 550)" in text
+    assert "100.0 / 112.0 GiB (+12.0%) (missed: within 10%)" in text
+    assert "imports 3.0, transformer 40.2 | 43 |" in text
+
+
+def test_sessions_elsewhere_have_no_target(tmp_path: Path) -> None:
+    records = tmp_path / "session.jsonl"
+    memory = {"planned_gib": 0.5, "reserved_peak_gib": 0.0, "off_by": None}
+    records.write_text(_session(gpu=None, memory=memory))
+    assert "missed" not in session_section(records)
+    assert "| 0.5 GiB |" in session_section(records)
+
+
+def test_the_guide_has_the_section_and_commands_that_are_read() -> None:
+    guide = report.H3_GUIDE.read_text(encoding="utf-8")
+    assert report.filled(guide, session_section()) == guide
+    commands = re.findall(r"^worldstream (.*)$", guide, re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        read_command(shlex.split(command))

@@ -1,0 +1,110 @@
+"""Sessions in docs/h3_33b.md: what was measured from the start to the steady window.
+
+Owns which records stand there and how they are rounded. Invariant: of records that agree in what
+was run, the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RECORDS = Path(__file__).parent / "session.jsonl"
+TARGETS = {
+    "exact": {"frames_per_second": 16.5, "first_frame_ms": 800.0},
+    "A": {"frames_per_second": 24.0, "first_frame_ms": 550.0},
+}
+"""At 832x480 on one H200: frames a second at least, action to first frame at most."""
+TARGET_GEOMETRY = "832x480"
+PLAN_TOLERANCE = 0.1
+_KEY = ("preset", "row", "geometry", "weights", "dtype", "kernels", "decoder", "gpu", "cpu")
+
+
+def session_section(path: Path = RECORDS) -> str:
+    """Return two tables; a sentence without records."""
+    records = _latest(path)
+    if not records:
+        return "No records yet."
+    lines = [
+        "| session: transformer, refresh and decoder | frames/s | ms a chunk, median / p95 (n) "
+        "| action accepted to first frame, median / p95 | decoder beside the refresh "
+        "| memory planned / peak reserved | commit |",
+        "|---|---|---|---|---|---|---|",
+        *map(_row, records),
+        "",
+        "| from action to first frame, ms | denoise | camera, draws | decoder | host |",
+        "|---|---|---|---|---|",
+        *map(_parts, records),
+        "",
+        "| from the start of the process to the first frame, s | stages | all |",
+        "|---|---|---|",
+        *map(_start_up, records),
+    ]
+    return "\n".join(lines)
+
+
+def _latest(path: Path) -> list[dict[str, Any]]:
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            found[tuple(record[name] for name in _KEY)] = record
+    return list(found.values())
+
+
+def _title(record: dict[str, Any]) -> str:
+    where = record["gpu"] or record["cpu"]
+    weights = "" if record["weights"] == "shipped" else f" ({record['weights']} weights)"
+    return f"`{record['preset']}` {record['geometry']}{weights}, {record['row']}, {where}"
+
+
+def _row(record: dict[str, Any]) -> str:
+    has_targets = record["geometry"] == TARGET_GEOMETRY and record["gpu"] is not None
+    targets = TARGETS[record["row"]] if has_targets else {}
+    chunk, first, memory = record["chunk"], record["first_frame"], record["memory"]
+    fps, overlap = record["frames_per_second"], record["overlap"]
+    least, most = targets.get("frames_per_second", 0.0), targets.get("first_frame_ms", 1e9)
+    cells = [
+        f"{_title(record)}, {record['decoder']}",
+        f"**{fps:.1f}**" + _missed(fps >= least, f"at least {least:g}"),
+        f"{chunk['p50']:.0f} / {chunk['p95']:.0f} ({chunk['n']})",
+        f"**{first['p50']:.0f}** / {first['p95']:.0f} ms"
+        + _missed(first["p50"] <= most, f"at most {most:g}"),
+        f"{overlap['p50']:.0f} ms",
+        _memory(memory),
+        record["commit"],
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _memory(memory: dict[str, Any]) -> str:
+    if memory["off_by"] is None:
+        return f"{memory['planned_gib']:.1f} GiB"
+    return (
+        f"{memory['planned_gib']:.1f} / {memory['reserved_peak_gib']:.1f} GiB "
+        f"({memory['off_by']:+.1%})"
+        + _missed(abs(memory["off_by"]) <= PLAN_TOLERANCE, f"within {PLAN_TOLERANCE:.0%}")
+    )
+
+
+def _missed(is_met: bool, target: str) -> str:
+    return "" if is_met else f" (missed: {target})"
+
+
+def _parts(record: dict[str, Any]) -> str:
+    parts = {name: part["p50"] for name, part in record["first_frame_parts"].items()}
+    denoise = [ms for name, ms in parts.items() if name.startswith("denoise_")]
+    cells = [
+        _title(record),
+        " + ".join(f"{ms:.0f}" for ms in denoise),
+        f"{parts['camera_and_draws']:.1f}",
+        f"{parts['decode_first_frames']:.1f}",
+        f"{parts['host']:.1f}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _start_up(record: dict[str, Any]) -> str:
+    stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record["start_up_s"].items())
+    return f"| {_title(record)} | {stages} | {record['first_frame_after_s']:.0f} |"
