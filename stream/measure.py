@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -157,6 +158,22 @@ class _Sample:
     first_ms: float
 
 
+class _Times:
+    """Times of all chunks, eight bytes each: a bench that watches memory must not fill it."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, array[float]] = {}
+        self.chunk_ms = array("d")
+        self.cpu_ms = array("d")
+
+    def add(self, sample: _Sample) -> None:
+        """Keep the numbers of a chunk."""
+        self.chunk_ms.append(sample.chunk_ms)
+        self.cpu_ms.append(sample.cpu_ms)
+        for name, ms in sample.parts.items():
+            self.parts.setdefault(name, array("d")).append(ms)
+
+
 def measure(scenario: Scenario) -> Measured:
     """Load, warm up, run the steady window.
 
@@ -180,7 +197,7 @@ def measure(scenario: Scenario) -> Measured:
         for _ in range(warm_up_count - 1):
             _chunk(session, world, device)
         warm_up_s = time.perf_counter() - begin_s
-        samples, memory = _steady(session, world, device, scenario.chunk_count)
+        times, memory = _steady(session, world, device, scenario.chunk_count)
     finally:
         models.close()
 
@@ -197,12 +214,9 @@ def measure(scenario: Scenario) -> Measured:
         first_frame_s=(begin_ms + first.first_ms) / 1e3,
         warm_up_s=warm_up_s,
         # Chunks differ in their parts where frames wait for the next one.
-        parts={
-            name: spread([sample.parts[name] for sample in samples if name in sample.parts])
-            for name in dict.fromkeys(name for sample in samples for name in sample.parts)
-        },
-        chunk=spread([sample.chunk_ms for sample in samples]),
-        cpu=spread([sample.cpu_ms for sample in samples]),
+        parts={name: spread(values) for name, values in times.parts.items()},
+        chunk=spread(times.chunk_ms),
+        cpu=spread(times.cpu_ms),
         memory=memory,
         denoise_gflop=denoise_flops(preset(scenario.preset, scenario.size).model) / 1e9,
         product_gflops=product_rate(device, _DTYPES[world.dtype]) / 1e9,
@@ -212,12 +226,12 @@ def measure(scenario: Scenario) -> Measured:
 
 def _steady(
     session: Session, world: ModelWorld, device: torch.device, chunk_count: int
-) -> tuple[list[_Sample], Memory]:
-    samples, resident = [], [resident_mib()]
+) -> tuple[_Times, Memory]:
+    times, resident = _Times(), [resident_mib()]
     device_start = _allocated_mib(device)
     every = max(1, chunk_count // MEMORY_SAMPLES)
     for index in range(chunk_count):
-        samples.append(_chunk(session, world, device))
+        times.add(_chunk(session, world, device))
         if (index + 1) % every == 0 or index + 1 == chunk_count:
             resident.append(resident_mib())
     is_cuda = device.type == "cuda"
@@ -229,7 +243,7 @@ def _steady(
         device_peak_mib=torch.cuda.max_memory_allocated(device) / _MIB if is_cuda else None,
         device_drift_mib=_allocated_mib(device) - device_start if is_cuda else None,
     )
-    return samples, memory
+    return times, memory
 
 
 def _allocated_mib(device: torch.device) -> float:
