@@ -76,6 +76,13 @@ def available_gib(device: torch.device) -> float:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024 / _GIB
+    return total_gib(device)
+
+
+def total_gib(device: torch.device) -> float:
+    """Memory of the device, or of the machine for a CPU, whoever uses it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] / _GIB
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
 
 
@@ -84,16 +91,27 @@ def held_bytes(device: str) -> int:
     return torch.cuda.memory_reserved(device) if device.startswith("cuda") else 0
 
 
-def present_memory(device: torch.device) -> Present:
-    """Memory that is free, and whether the device has products in eight bits."""
-    device_gib = available_gib(device)
+def present_memory(device: torch.device, *, shared_by: int = 1) -> Present:
+    """Memory that is free, and whether the device has products in eight bits.
+
+    Args:
+        device: where.
+        shared_by: processes that will each want as much of it, whether they are there yet or not.
+    """
+
+    def part_gib(place: torch.device) -> float:
+        free_gib = available_gib(place)
+        return free_gib if shared_by == 1 else min(free_gib, total_gib(place) / shared_by)
+
+    device_gib = part_gib(device)
     if device.type != "cuda":
-        return Present(device_gib=device_gib)
+        return Present(device_gib=device_gib, shared_by=shared_by)
     return Present(
         device_gib=device_gib,
-        host_gib=available_gib(torch.device("cpu")),
+        host_gib=part_gib(torch.device("cpu")),
         is_cuda=True,
         has_fp8=torch.cuda.get_device_capability(device) >= FP8_CAPABILITY,
+        shared_by=shared_by,
     )
 
 

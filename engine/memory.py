@@ -26,8 +26,9 @@ from engine.errors import DeviceError
 
 GIB = 2**30
 MIB = 2**20
-LIBRARY_BYTES = 768 * MIB
-"""Kernels that are loaded at their first use, workspaces of the libraries of products, on CUDA."""
+CUDA_LIBRARY_BYTES, CPU_LIBRARY_BYTES = 768 * MIB, 300 * MIB
+"""On CUDA kernels that are loaded at their first use, and workspaces of the libraries of products;
+on a CPU a process with its libraries."""
 FRAGMENTATION = 0.02
 """Share of the memory of a CUDA device that lies idle between what is allocated there."""
 _BESIDE_THE_PASS_BYTES = 64 * MIB
@@ -77,6 +78,8 @@ class Present:
     is_cuda: bool = False
     has_fp8: bool = False
     """Whether the device has products in eight bits."""
+    shared_by: int = 1
+    """Processes that each have so much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,12 +160,13 @@ def choose_plan(
     named = ", ".join(
         f"{part.name} {max(part.loading, part.playing) / GIB:.1f}" for part in largest[:4]
     )
+    shared = "" if present.shared_by == 1 else f" for each of {present.shared_by} worlds"
     host = ""
     if least.peak_gib <= present.device_gib:
         host = f" and {least.host_gib:.1f} GiB of the machine, of which {present.host_gib:.1f} are"
     raise DeviceError(
         f"{size} in {config.dtype} needs about {least.peak_gib:.1f} GiB ({named}); "
-        f"{present.device_gib:.1f} GiB are free{host}; "
+        f"{present.device_gib:.1f} GiB are free{shared}{host}; "
         f"{' and '.join(advice) or 'no picture size of this model fits'}"
     )
 
@@ -278,7 +282,8 @@ def engine_parts(
         # A recording keeps memory of its own for what a pass makes on its way; all share one pool.
         has_graphs = config.graphs is not False and config.has_shortcuts
         parts.append(MemoryPart.played("graphs", working if has_graphs else 0))
-        parts.append(MemoryPart.kept("libraries", LIBRARY_BYTES))
+    libraries = CUDA_LIBRARY_BYTES if is_cuda else CPU_LIBRARY_BYTES
+    parts.append(MemoryPart.kept("libraries", libraries))
     return tuple(parts)
 
 

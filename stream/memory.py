@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 DRAIN_AFTER_S = 10.0
 """For so long memory may stay above its limit while nobody new is admitted."""
@@ -59,18 +58,6 @@ class MemoryWatch:
         is_long = now_s - self._above_since_s >= DRAIN_AFTER_S
         self.pressure = Pressure.DRAIN if is_long else Pressure.FULL
         return self.pressure
-
-
-def available_bytes() -> int | None:
-    """Memory of the machine that a new process can have; None where there is no telling."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def _exceeds(used_mib: float, limit_mib: int | None) -> bool:

@@ -28,14 +28,11 @@ from stream.app import create_app
 from stream.idle_threads import LONE_SPIN_COUNT, SHARED_SPIN_COUNT, set_spin_count
 from stream.jobs import check_writable
 from stream.live import Live
-from stream.memory import available_bytes
 from stream.settings import ServerSettings
 from stream.workers import spec_of
 
 SHUTDOWN_LIMIT_S = 5
 PROGRESS_S = 0.5
-WORKER_BYTES = 300 * 2**20
-"""What a worker takes besides its weights, which lie in memory twice while they are loaded."""
 
 
 class LiveServer(uvicorn.Server):
@@ -147,8 +144,6 @@ def check(settings: ServerSettings) -> None:
         folder = found.weights if spec.weights == "shipped" else Path(spec.weights)
         if folder is None or not folder.is_dir():
             raise CheckpointError(f"weights: {folder} is no folder")
-        if not settings.device.startswith("cuda"):
-            check_memory(folder, settings.max_sessions)
     if settings.record is not None:
         Path(settings.record).mkdir(parents=True, exist_ok=True)
         check_writable(Path(settings.record), "record")
@@ -177,22 +172,6 @@ def check_exposure(settings: ServerSettings) -> None:
         raise ConfigError(
             f"host: other machines can reach {settings.host}, so TLS is needed: --tls-cert and "
             "--tls-key, or --trusted-proxies with the address of a proxy that has it"
-        )
-
-
-def check_memory(weights: Path, worker_count: int) -> None:
-    """Refuse more workers than the machine has memory for.
-
-    Raises:
-        DeviceError: names what is needed and what is there.
-    """
-    present = available_bytes()
-    weight_bytes = sum(path.stat().st_size for path in weights.rglob("*.safetensors"))
-    needed = worker_count * (WORKER_BYTES + 2 * weight_bytes)
-    if present is not None and present < needed:
-        raise DeviceError(
-            f"memory: {needed / 2**30:.1f} GiB needed for {worker_count} worker(s), "
-            f"{present / 2**30:.1f} GiB present"
         )
 
 

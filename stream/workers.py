@@ -164,6 +164,7 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
         decoder=settings.decoder,
         linear=settings.linear,
         kernels=settings.kernels,
+        world_count=settings.max_sessions,
         prompts=prompt_options(
             encoder=settings.prompt_encoder,
             residency=settings.prompt_residency,

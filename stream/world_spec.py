@@ -26,6 +26,8 @@ class WorldSpec:
     engine: EngineConfig
     decoder: str = "auto"
     """Mode of the decoder, which also chooses among several; "auto": the best that is there."""
+    world_count: int = 1
+    """Worlds at a time, each in a process with weights of its own, which share a device."""
 
     @property
     def decoder_mode(self) -> str | None:
@@ -54,6 +56,7 @@ def world_spec(
     decoder: str = "auto",
     linear: str = "auto",
     kernels: str = "auto",
+    world_count: int = 1,
     lora: str | None = None,
     lora_mode: str = "auto",
     qkv_layout: str = "auto",
@@ -96,6 +99,7 @@ def world_spec(
             qkv_layout=qkv_layout,  # type: ignore[arg-type]  # checked there
         ),
         decoder=decoder,
+        world_count=world_count,
     )
 
 

@@ -133,7 +133,8 @@ def load_models(spec: WorldSpec, news: LoadNews | None = None) -> Models:
         if path is None:
             raise CheckpointError(f"weights: none ship with {spec.preset}; allowed: a folder")
         folder = look_through(path)
-    present = present_memory(resolve_device(spec.engine.device))
+    device = resolve_device(spec.engine.device)
+    present = present_memory(device, shared_by=spec.world_count)
     planned = plan_world(spec, folder, present)
     if planned.model.geometry != spec.geometry:
         made_for, asked = planned.model.geometry, spec.geometry

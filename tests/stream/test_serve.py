@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import ConfigError, DeviceError
 from stream import cli
-from stream.serve import bind, check, check_exposure, check_memory, page_url, with_token
+from stream.serve import bind, check, check_exposure, page_url, with_token
 from stream.settings import load_settings
 
 pytestmark = pytest.mark.cpu
@@ -91,12 +91,6 @@ def test_files_of_no_use_for_tls_are_refused(tmp_path: Path) -> None:
     for name in (str(junk), str(tmp_path / "none.pem")):
         with pytest.raises(ConfigError, match="tls_cert"):
             check_exposure(load_settings(tls_cert=name, tls_key=name))
-
-
-def test_memory_that_does_not_suffice_is_said_before_anything_loads(tmp_path: Path) -> None:
-    check_memory(tmp_path, 1)
-    with pytest.raises(DeviceError, match=r"GiB needed for 100000 worker.*GiB present"):
-        check_memory(tmp_path, 100_000)
 
 
 def test_token_is_made_up_only_for_other_machines() -> None:

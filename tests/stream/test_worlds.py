@@ -1,3 +1,5 @@
+import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,10 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.folder import save_model, write_manifest
 from engine.config import EngineConfig, preset
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, DeviceError
 from engine.text import WordEncoder
 from stream.cli import main
+from stream.load_news import LoadNews
 from stream.world_spec import WorldSpec, read_start, world_spec
 from stream.worlds import ModelCache, load_models
 from tests.adapters import peft_keys, random_factors, write_adapter
@@ -141,3 +144,22 @@ def test_random_weights_are_the_same_each_time() -> None:
 
 def test_engine_config_of_a_spec() -> None:
     assert _spec("random").engine == EngineConfig(device="cpu", dtype="float32")
+
+
+def test_more_worlds_than_memory_has_room_for_are_refused_before_any_loads() -> None:
+    spec = dataclasses.replace(_spec("random"), world_count=100_000)
+    news = _Listening()
+    with pytest.raises(DeviceError, match=r"GiB are free for each of 100000 worlds"):
+        load_models(spec, news)
+    assert not news.stages
+
+
+class _Listening(LoadNews):
+    """Notes what is loaded."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        self.stages.append(name)
+        return nullcontext()
