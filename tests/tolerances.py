@@ -124,3 +124,7 @@ VIT_RGB8_SHARE = 1e-3
 # Fused attention in bf16 against fp32, relative to the distance of the plain one in bf16, RMS: two
 # samples of the same rounding noise, as BF16_GOLDEN_RATIO.
 VIT_KERNEL_RATIO = 1.5
+
+# Peak of a device against the memory plan: what the plan promises. Working memory is an estimate
+# from above, and all the rest is counted.
+MEMORY_PLAN = 0.1
