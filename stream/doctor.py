@@ -126,7 +126,7 @@ def examine(question: Question, settings: ServerSettings) -> Report:
     specs = question.specs
     spec = specs[0]
     found = preset(spec.preset, spec.geometry)
-    findings = [*version_findings(), *device_findings(spec.engine.device)]
+    findings = [*version_findings(found.model), *device_findings(spec.engine.device)]
     try:
         device = resolve_device(spec.engine.device)
     except DeviceError:  # said above

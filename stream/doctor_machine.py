@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.record import describe_machine
 from engine.attention.base import AttentionNeed, backends
-from engine.config import ModelConfig
+from engine.config import ModelConfig, TextConfig
 from engine.device import likely_dtype, present_memory, resolve_device, torch_dtype
 from engine.errors import DeviceError
 from stream.findings import Finding, Health, findings_of
@@ -32,8 +32,8 @@ _UDP_TRIES = 4
 """Ports of a range that are tried: the first, the last, and some between."""
 
 
-def version_findings() -> Iterator[Finding]:
-    """What is installed."""
+def version_findings(model: ModelConfig) -> Iterator[Finding]:
+    """What is installed; a model that reads a Qwen3-VL needs transformers."""
     make = findings_of("versions")
     yield make("python", Health.OK, f"{platform.python_version()} on {platform.platform()}")
     yield make("worldstream", Health.OK, _version("worldstream") or "not installed: a checkout")
@@ -41,9 +41,12 @@ def version_findings() -> Iterator[Finding]:
         found = _version(package)
         if found is not None:
             yield make(package, Health.OK, found)
+        elif package == "transformers" and isinstance(model.text, TextConfig):
+            yield make(package, Health.NOTE, "not installed; this preset reads words of its own")
+        elif package == "transformers":
+            yield make(package, Health.MISSING, "not installed: pip install 'worldstream[h3]'")
         elif package not in _OPTIONAL_PACKAGES:
-            health = Health.NOTE if package == "transformers" else Health.MISSING
-            yield make(package, health, "not installed")
+            yield make(package, Health.MISSING, "not installed")
 
 
 def _version(package: str) -> str | None:

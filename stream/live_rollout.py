@@ -136,6 +136,10 @@ class LiveRollout:
                 self.frame_count += len(frames_THWC)
                 self.last_frame_HWC = frames_THWC[-1]
                 yield frames_THWC
+        except ValueError as error:  # decoders refuse what is no number, some before any frame
+            if self.world.is_finite:
+                raise
+            raise _no_numbers(index) from error
         finally:
             if self._trace is not None and (portions or not self.world.is_finite):
                 digest = self._session.digest.hex()
@@ -231,7 +235,7 @@ class LiveRollout:
 
     def _check_portion(self, frames_THWC: NDArray[np.uint8], index: int) -> None:
         if not self.world.is_finite:
-            raise OutputError(FailureCode.OUTPUT_NAN, f"chunk {index}: latents are not finite")
+            raise _no_numbers(index)
         if frames_THWC.max() <= BLACK_LEVEL:
             raise OutputError(FailureCode.OUTPUT_BLACK, f"chunk {index}: frames are black")
 
@@ -245,6 +249,10 @@ class LiveRollout:
         first_HWC = portions[0][0]
         if all(np.array_equal(frame, first_HWC) for portion in portions for frame in portion):
             raise OutputError(FailureCode.OUTPUT_FROZEN, f"chunk {index}: all frames are equal")
+
+
+def _no_numbers(index: int) -> OutputError:
+    return OutputError(FailureCode.OUTPUT_NAN, f"chunk {index}: latents are not finite")
 
 
 def _belongs(snapshot: Snapshot, trace: Trace) -> bool:

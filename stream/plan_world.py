@@ -21,7 +21,7 @@ from engine.config import (
     Qwen3VlTextConfig,
     preset,
 )
-from engine.device import likely_dtype, resolve_device, smaller_geometries, torch_dtype
+from engine.device import likely_dtype, resolve_device, torch_dtype
 from engine.errors import CheckpointError
 from engine.lora import adapter_of, adapter_parts
 from engine.memory import MemoryPart, MemoryPlan, Present, choose_plan
@@ -75,12 +75,11 @@ def plan_world(spec: WorldSpec, folder: WeightFolder | None, present: Present) -
             raise CheckpointError(f"weights: {error}") from error
         return (*codec, *adapter, *prompt_parts(files, options, device, rows=rows))
 
-    sizes = tuple({*found.geometries, *smaller_geometries(spec.geometry)} - {spec.geometry})
     plan = choose_plan(
         model,
         dataclasses.replace(config, dtype=dtype),
         present,
-        geometries=sizes,
+        geometries=[each for each in found.geometries if each != spec.geometry],
         beside=[partial(beside, options) for options in places],
     )
     config = dataclasses.replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_a_bare_machine_is_told_all_that_the_large_model_lacks() -> None:
     assert _found(report, "device")["GPU"].health is Health.NOTE
     assert "territories" in report.licence
     assert "Read it" in report.licence
+
+
+@pytest.mark.parametrize(("preset", "health"), [("mini", Health.NOTE), ("h3_33b", Health.MISSING)])
+def test_a_library_counts_for_the_preset_that_needs_it(
+    preset: str, health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        if package == "transformers":
+            raise PackageNotFoundError
+        return "1.0"
+
+    monkeypatch.setattr("stream.doctor_machine.version", version)
+    versions = _found(_examine(Question(preset=preset)), "versions")
+    assert versions["transformers"].health is health
+    assert ("worldstream[h3]" in versions["transformers"].detail) == (health is Health.MISSING)
 
 
 def test_what_lies_in_a_folder_is_not_missing(tmp_path: Path) -> None:

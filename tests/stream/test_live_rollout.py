@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.types import Action, Control
 from stream.live_rollout import LiveRollout, OutputError, trace_file
 from stream.replay import plan_replay, replay
+from stream.session import ModelWorld, World
 from stream.trace import Trace, read_trace
 from stream.worker_messages import FailureCode
 from stream.world_spec import Start, WorldSpec, read_start
@@ -30,7 +31,7 @@ def begin() -> Iterator[Begin]:
     """Begin rollouts whose traces are closed in the end."""
     rollouts: list[LiveRollout] = []
 
-    def begin(path: Path, prompt: str = "", world: PaintedWorld | None = None) -> LiveRollout:
+    def begin(path: Path, prompt: str = "", world: World | None = None) -> LiveRollout:
         world = world or PaintedWorld()
         rollouts.append(LiveRollout(SPEC, world, START, prompt=prompt, seed=3, trace_path=path))
         return rollouts[-1]
@@ -104,6 +105,25 @@ def test_bad_output_is_found_in_its_chunk(
     assert caught.value.code is code
     assert frames == shown
     assert len(read_trace(tmp_path / "a").chunks) == 2
+
+
+def test_a_model_that_makes_no_numbers_is_found_although_its_decoder_refuses_them(
+    tmp_path: Path, begin: Begin
+) -> None:
+    size = Geometry(height_px=64, width_px=96)
+    spec = WorldSpec(
+        source="model", preset="tiny", geometry=size, weights="random",
+        engine=EngineConfig(device="cpu", dtype="float32"),
+    )  # fmt: skip
+    models = ModelCache()
+    world = models.world(spec, read_start(spec, image=None, scene="meadow-lake"))
+    assert isinstance(world, ModelWorld)
+    world._engine.core.model.proj_out.bias.data.fill_(float("nan"))
+    rollout = begin(tmp_path / "a", "lake", world)
+    with pytest.raises(OutputError, match="chunk 0: latents are not finite") as caught:
+        _step(rollout)
+    assert caught.value.code is FailureCode.OUTPUT_NAN
+    models.close()
 
 
 def test_rendered_frames_may_stand_still(tmp_path: Path, begin: Begin) -> None:
