@@ -80,7 +80,7 @@ def run_ladder(
     line = as_json(scenario, grounds, steps)
     if ranks.is_first and plot is not None:
         records = [row for row in line["rows"] if "reason" not in row]
-        title, caption = captions(records[0])
+        title, caption = captions(records)
         save_waterfall(plot, bars(records), title=title, caption=caption)
     return json.dumps(line)
 

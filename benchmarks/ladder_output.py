@@ -172,13 +172,15 @@ def bars(records: list[dict[str, Any]]) -> list[Bar]:
     ]
 
 
-def captions(record: dict[str, Any]) -> tuple[str, str]:
-    """Return title and caption of a picture, from any of its records."""
+def captions(records: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return title and caption of the picture of some rows."""
+    record = records[0]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in records))
     where = f"{record['gpu_count']} x {record['gpu']}" if record["gpu"] else record["cpu"]
     title = f"{record['preset']} {record['geometry']}: milliseconds a chunk of 17 frames"
     caption = (
         f"{where}, {record['dtype']}, {record['weights']} weights, torch {record['torch']}, commit "
-        f"{record['commit']}; 4 denoise steps and the refresh, no decoder; each row adds to those "
+        f"{commits}; 4 denoise steps and the refresh, no decoder; each row adds to those "
         "above"
     )
     return title, caption

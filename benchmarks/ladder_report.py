@@ -55,12 +55,11 @@ def ladder_section(path: Path = RECORDS) -> str:
         found = [record for record in cells if record is not None]
         if found:
             lines.append(f"| {found[0]['title']} | {' | '.join(map(_cell, cells))} |")
-    first = [ladder[0] for ladder in ladders]
-    commits = ", ".join(dict.fromkeys(f"{record['commit']}" for record in first))
+    commits = ", ".join(dict.fromkeys(record["commit"] for rows in ladders for record in rows))
     lines += [
         "",
         "X: the bits of the first row, F: other rounding, A: approximate. Each row adds to those "
-        f"above; 4 denoise steps and the refresh, no decoder. Commit {commits}.",
+        f"above; 4 denoise steps and the refresh, no decoder. Commits {commits}.",
     ]
     lines += [
         f"![The ladder of {title}](benchmarks/pictures/{picture_name(ladder)})"
@@ -92,5 +91,5 @@ def picture_name(ladder: LadderRecords) -> str:
 def draw_pictures(path: Path, folder: Path) -> None:
     """Draw the picture of each ladder into a folder."""
     for ladder in read_ladders(path):
-        title, caption = captions(ladder[0])
+        title, caption = captions(ladder)
         save_waterfall(folder / picture_name(ladder), bars(ladder), title=title, caption=caption)

@@ -1,4 +1,4 @@
-"""README.md: its commands and programs run, its figures have records, its links lead somewhere."""
+"""README.md and the model card: commands and programs run, figures have records, links lead on."""
 
 import os
 import re
@@ -24,11 +24,13 @@ pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL_CARD = (ROOT / "miniworld" / "README.md").read_text(encoding="utf-8")
 LINE_LIMIT = 200
 
 
 def _blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    text = README + MODEL_CARD
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def _commands(block: str) -> list[list[str]]:

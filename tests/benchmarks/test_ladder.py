@@ -87,7 +87,7 @@ def test_records_become_a_table_and_a_picture(climbed, tmp_path):
     text = ladder_section(records)
     assert "| eager, prefix recomputed | **" in text
     assert "CUDA graphs" not in text
-    assert "Commit abc1234." in text
+    assert "Commits abc1234." in text
     draw_pictures(records, tmp_path)
     assert f"](benchmarks/pictures/{next(tmp_path.iterdir()).name})" in text
 
