@@ -51,7 +51,9 @@ def _compare(op: Op, case: Case, ours: Tensor, theirs: Tensor, true: Tensor) -> 
     if (ours - true).abs().max() > bound:
         found.append(f"error {(ours - true).abs().max():.2e} above {bound:.2e}")
     share = (ours == theirs).double().mean().item()
-    if op.klass == "F" and case.rounding == "eager" and share < EAGER_EQUAL_SHARE:
+    # What products sum in another order is rounded to the other side more often.
+    rounds_alike = case.rounding == "eager" and not op.flops(case)
+    if op.klass == "F" and rounds_alike and share < EAGER_EQUAL_SHARE:
         found.append(f"{share:.4f} of the values equal the oracle's")
     return found
 

@@ -1,10 +1,11 @@
 """Compiles the kernels for an H200 on any machine, from launches that are recorded.
 
-Owns `compiled_launches`. Triton brings its own assembler; no GPU and no driver is needed.
+Owns `compiled_launches` and `summed`. Triton brings its own assembler; no GPU and no driver is needed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,16 @@ def compiled_launches(launch: Callable[[], Any]) -> list[Any]:
     with _recorded() as launches:
         launch()
     return [_compiled(*each) for each in launches]
+
+
+def summed(kernel: Any) -> list[str]:
+    """Shape of each sum in a compiled kernel and how it lies over threads: its order."""
+    text = kernel.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.MULTILINE))
+    sums = re.findall(
+        r'"tt\.reduce".*?arith\.addf.*?\}\) : \((tensor<[^#]*)(#\w+)>\)', text, re.DOTALL
+    )
+    return [f"{shape}{layouts[layout]}" for shape, layout in sums]
 
 
 def _compiled(kernel: JITFunction, given: dict[str, Any], settings: dict[str, int]) -> Any:

@@ -91,6 +91,32 @@ def test_the_kernels_compile_for_an_h200(name, monkeypatch):
     assert kernel.metadata.shared <= 113 * 1024
 
 
+SAME_SUMS = {
+    "norm_modulate_fp8": "norm_modulate",
+    "add_norm_modulate_fp8": "add_norm_modulate",
+    "add_norm_modulate_sum": "add_norm_modulate",
+    "place_sum": "place",
+}
+"""Forms of one formula, of which the first has the bits of the second."""
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", SAME_SUMS)
+def test_forms_of_a_formula_sum_a_row_in_one_order(name, monkeypatch):
+    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
+    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
+    case = dataclasses.replace(FULL[0], rows=5)
+
+    def sums(op):
+        given = op.inputs(case, torch.device("cpu"))
+        (kernel,) = sm90.compiled_launches(lambda: op.fused(**given))
+        return sm90.summed(kernel)
+
+    found = sums(OPS[name])
+    assert found
+    assert found == sums(OPS[SAME_SUMS[name]])
+
+
 @pytest.mark.cpu
 @NAMES
 def test_a_compiler_sees_through(name):
