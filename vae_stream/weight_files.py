@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+_INDEXES = "*.safetensors.index.json"
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _PICKLE_STARTS = (b"\x80", b"PK")
 
@@ -108,10 +109,12 @@ def _find(source: Path) -> list[Path]:
         return [source]
     if not source.is_dir():
         raise FileNotFoundError(f"{source}: no such file or folder")
-    files = sorted(source.glob("*.safetensors")) or sorted(source.glob("*/*.safetensors"))
-    for index in sorted(source.glob("*.safetensors.index.json")):
-        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        missing = sorted(named - {file.name for file in files})
+    files, indexes = sorted(source.glob("*.safetensors")), sorted(source.glob(_INDEXES))
+    if not files:
+        files = sorted(source.glob("*/*.safetensors"))
+        indexes += sorted(source.glob(f"*/{_INDEXES}"))
+    for index in indexes:
+        missing = sorted(name for name in _indexed(index) if not (index.parent / name).is_file())
         if missing:
             raise ValueError(f"{index}: names {_some(missing)}, which the folder lacks")
     if not files:
@@ -121,12 +124,23 @@ def _find(source: Path) -> list[Path]:
     return files
 
 
+def _indexed(index: Path) -> set[str]:
+    """Return the files that an index names."""
+    try:
+        return {str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: {error!r}; expected an index of safetensors") from error
+
+
 def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         with file.open("rb") as opened:
-            is_pickle = opened.read(2).startswith(_PICKLE_STARTS)
+            first = opened.read(8)
+        # The length of a header may begin as a pickle does.
+        is_header = int.from_bytes(first, "little") <= file.stat().st_size - 8
+        is_pickle = first.startswith(_PICKLE_STARTS) and not is_header
         what = "a pickle" if is_pickle else f"damaged or cut off ({error})"
         raise ValueError(f"{file}: {what}; expected safetensors") from error
 

@@ -83,9 +83,9 @@ def read_shard(path: Path) -> Shard:
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(8)
-        _refuse_other_formats(path, first)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 8
         if length > min(size - 8, _HEADER_LIMIT):
+            _refuse_other_formats(path, first)
             raise CheckpointError(
                 f"{path} is truncated or not safetensors: expected a header of {length} bytes, got "
                 f"{max(size - 8, 0)}"
@@ -113,7 +113,11 @@ def read_shard(path: Path) -> Shard:
 
 
 def _refuse_other_formats(path: Path, first: bytes) -> None:
-    """A pickle runs code when it is read; GGUF orders its bytes otherwise."""
+    """Name what a file is whose first bytes are the length of no header.
+
+    A pickle runs code when it is read; GGUF orders its bytes otherwise. Headers of 640 bytes and
+    some others begin as a pickle does.
+    """
     if first[:4] == b"PK\x03\x04" or first[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
         raise CheckpointError(f"{path} is a pickle; expected safetensors")
     if first[:4] == b"GGUF":

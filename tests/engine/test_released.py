@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.checkpoint import reading
 from engine.checkpoint.folder import read_config, sampled_hash
 from engine.checkpoint.reading import TensorReader, load_model
+from engine.checkpoint.shards import read_shard
 from engine.checkpoint.source import Source, open_source
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -399,6 +400,15 @@ def test_a_pickle_under_another_name_is_refused(tmp_path: Path) -> None:
             CheckpointError, match=r"model\.safetensors is a pickle; expected safet"
         ):
             open_source(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("length", [0x280, 0x380, 0x480])
+def test_a_header_may_be_as_long_as_a_pickle_begins(tmp_path: Path, length: int) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = json.dumps({"a": entry}).ljust(length).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + header + bytes(8))
+    assert read_shard(path).records["a"].start == 8 + length
 
 
 def test_a_folder_of_pickles_is_refused(tmp_path: Path) -> None:

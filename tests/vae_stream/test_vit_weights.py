@@ -124,6 +124,32 @@ def test_a_damaged_file_and_a_pickle_are_told_apart(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_file_cut_off_is_no_pickle_though_its_header_begins_like_one(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}})
+    text = header.ljust(0x480).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+
+    with pytest.raises(ValueError, match="damaged or cut off"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "vae"])
+def test_a_missing_shard_is_named_by_the_index(below: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / below, tensors_in(random_vit(), VitLayout.DIFFUSERS))
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    weight_map = {
+        "decoder.a": "diffusion_pytorch_model.safetensors", "decoder.b": "b.safetensors",
+    }  # fmt: skip
+    index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"index\.json: names b\.safetensors, which the folder"):
+        load(tmp_path)
+
+    index.write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"index\.json: .*; expected an index of safetensors"):
+        load(tmp_path)
+
+
 def test_tensors_of_another_network_are_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, {"stem.weight": torch.zeros(1)})
 
