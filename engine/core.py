@@ -255,11 +255,9 @@ class RolloutCore:
             raise ConfigError(f"views have shape {tuple(views_BT44.shape)}; allowed: {expected}")
         # Built where the views are: on a GPU its constants alone would make the host wait.
         camera = projective(views_BT44, self.camera_dtype)
-        camera = Projective(
-            query=send(camera.query, self.device),
-            key_value=send(camera.key_value, self.device),
-            output=send(camera.output, self.device),
-        )
+        together = torch.stack([camera.query, camera.key_value, camera.output])
+        query, key_value, output = send(together, self.device).unbind(0)
+        camera = Projective(query=query, key_value=key_value, output=output)
         self._passes.begin_chunk()
         state.cache.begin(state.cache.committed, camera)
 

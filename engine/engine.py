@@ -30,7 +30,7 @@ from engine.loading import ModelParts, pretrained_parts, random_parts
 from engine.model.dit import MiniMaxH3Transformer
 from engine.parallel import Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
-from engine.rollout import Draws, OpenChunk, Rollout, RolloutSnapshot, SeededDraws
+from engine.rollout import ChunkDraws, Draws, OpenChunk, Rollout, RolloutSnapshot, SeededDraws
 from engine.side_work import SideWork
 from engine.speed import speed_parts
 from engine.text import PromptEncoder
@@ -302,14 +302,13 @@ class Engine:
         path = integrate(rollout.camera, action, config.camera)
         poses_T44 = torch.from_numpy(path.poses_F44[np.array(FIRST_FRAMES)])
         views_BT44 = relative_views(poses_T44[None], torch.eye(4, dtype=torch.float64)[None])
-        draws = rollout.draws.chunk(rollout.chunk_index)
-        chunk_index = rollout.chunk_index
+        draws, chunk_index = self._draw(rollout), rollout.chunk_index
 
         def make() -> Tensor:
             return core.denoise(
                 rollout.core,
-                send(draws.noise_BCTHW, self.device),
-                [send(noise, self.device) for noise in draws.step_noise],
+                draws.noise_BCTHW,
+                draws.step_noise,
                 views_BT44,
                 leading_BCTHW=None if leading_BCTHW is None else send(leading_BCTHW, self.device),
                 on_step=lambda step: clock.mark(f"step_{step}"),
@@ -359,7 +358,7 @@ class Engine:
         """
         _ = self.core
         rollout.core.cache.settle()
-        rollout.draws.chunk(rollout.chunk_index)
+        self._draw(rollout)
 
     def undo(self, rollout: Rollout) -> None:
         """Take the last step back, once, so that its chunk can be made again.
@@ -402,6 +401,18 @@ class Engine:
             self._core.close()
         self._core = None
         self._text_encoder.close()
+
+    def _draw(self, rollout: Rollout) -> ChunkDraws:
+        """Random numbers of the next chunk, where the model is; drawn and sent once."""
+        index = rollout.chunk_index
+        if rollout.drawn is None or rollout.drawn[0] != index:
+            drawn = rollout.draws.chunk(index)
+            sent = ChunkDraws(
+                noise_BCTHW=send(drawn.noise_BCTHW, self.device),
+                step_noise=tuple(send(noise, self.device) for noise in drawn.step_noise),
+            )
+            rollout.drawn = index, sent
+        return rollout.drawn[1]
 
     def _within_memory(self, what: str, work: Callable[[], T]) -> T:
         return within_memory(self.device, what, work)

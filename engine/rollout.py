@@ -139,6 +139,8 @@ class Rollout:
     camera_before: CameraState
     """At the first frame of the last chunk, for `Engine.undo`."""
     open_chunk: OpenChunk | None = None
+    drawn: tuple[int, ChunkDraws] | None = None
+    """Random numbers of a chunk, by its index, where the model is."""
 
     @property
     def chunk_index(self) -> int:

@@ -1,13 +1,12 @@
 """Decoding beside the model: on a GPU in a stream of its own, whose pictures come to the host.
 
-    model     denoise, denoise, denoise, denoise | refresh, slide              | denoise of the next
-    decoder                                      | latent 0, 1, 2, 3, 4 |
+    model     denoise, denoise, denoise, denoise |        | refresh, slide     | denoise of the next
+    decoder                                      | 0, 1   | 2, 3, 4 |
     host      latch, launch                      | waits for 0, 1, 2, 3, 4     | latch, launch
 
 Owns the order of launches and copies. Invariants: pictures come in order, and those of a latent as
-soon as they are there; nobody waits for the refresh, nor it for them; the decoder is at most one
-latent ahead of who takes the pictures, because its outputs hold for a few calls only. On a CPU a
-latent is decoded when its pictures are asked for.
+soon as they are there; nobody waits for the refresh; pictures are copied to the host before the
+decoder's outputs change. On a CPU a latent is decoded when its pictures are asked for.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from engine.types import SpanClock
     from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
 
+_AHEAD = 2
+"""Latents that are launched before any picture is taken: a pair."""
 _HIGH = -1
 """Priority before the refresh, whose end nobody waits for while somebody waits for a picture."""
 
@@ -48,7 +49,9 @@ class DecodeLane:
         latents_BCTHW: Tensor,
         clock: SpanClock,
     ) -> Iterator[FrameChunk]:
-        """Begin with the latents of a chunk; on CUDA the first one is launched before this returns.
+        """Begin with the latents of a chunk.
+
+        On CUDA what gives the first frames is launched before this returns.
 
         Args:
             decoder: whose calls go through this lane alone, or after `join`.
@@ -73,8 +76,11 @@ class DecodeLane:
                     has_frames = True
                 return self._when_done(frames)
 
-        launched = deque([push(0)] if self._is_cuda else [])
-        return self._take(launched, push, latents_BCTHW.shape[2])
+        count = latents_BCTHW.shape[2]
+        launched: deque[Callable[[], tuple[FrameChunk, ...]]] = deque()
+        while self._is_cuda and not has_frames and len(launched) < min(count, _AHEAD):
+            launched.append(push(len(launched)))
+        return self._take(launched, push, count)
 
     def flush(self, decoder: StreamingDecoder, state: DecoderState) -> tuple[FrameChunk, ...]:
         """Return the pictures that wait for latents which will not come."""
