@@ -1,7 +1,7 @@
 """What the machine can do: device, memory, and the faster dtype of its CPU.
 
 Owns the resolution of "auto". Invariant: it only looks and measures; no global torch setting
-changes.
+changes, but for the device of a thread in `use`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,15 @@ def resolve_device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             raise DeviceError(f"device is {name!r}; this machine has {count} CUDA devices")
     return device
+
+
+def use(device: torch.device) -> None:
+    """Make a CUDA device the one that kernels and events of this thread go to by default.
+
+    A Triton kernel goes there wherever its tensors are.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -63,9 +63,11 @@ class QuantCache:
             read_shard(self.path)
         except CheckpointError as error:
             _log.warning("quantized_dropped %s", error)
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.unlink()
             return None
-        os.utime(self.path)
+        with suppress(OSError):  # a folder that takes no writes still serves
+            os.utime(self.path)
         return self.path
 
     def keep(self, model: MiniMaxH3Transformer) -> None:
@@ -111,12 +113,17 @@ class QuantCache:
 
     def _tidy(self) -> None:
         """Remove what lay unused longest, and what somebody left half written."""
-        folder = self.path.parent
-        files = sorted(folder.glob("*.safetensors"), key=lambda each: -each.stat().st_mtime)
-        parts = folder.glob("*.part")
-        old = [each for each in parts if time.time() - each.stat().st_mtime > _STALE_S]
-        for each in (*files[_KEPT_COUNT:], *old):
-            each.unlink(missing_ok=True)
+        files: list[tuple[float, Path]] = []
+        for each in self.path.parent.iterdir():
+            with suppress(OSError):  # another process may be faster
+                age_s = time.time() - each.stat().st_mtime
+                if each.suffix == self.path.suffix:
+                    files.append((age_s, each))
+                elif each.suffix == ".part" and age_s > _STALE_S:
+                    each.unlink()
+        for _, each in sorted(files)[_KEPT_COUNT:]:
+            with suppress(OSError):
+                each.unlink()
 
 
 def prepare_linears(

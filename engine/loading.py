@@ -37,6 +37,7 @@ from engine.device import (
     resolve_device,
     smaller_geometries,
     torch_dtype,
+    use,
 )
 from engine.errors import CheckpointError, ConfigError
 from engine.linears import QuantCache, kept_fp8, prepare_linears
@@ -109,6 +110,7 @@ def pretrained_parts(
     files = _prompt_files(model_config, config, beside=(root, root.parent))
     silence_GCT = _silence(model_config, config)
     device = resolve_device(config.device)
+    use(device)
     config, choice = _resolve_memory(
         model_config,
         config,
@@ -211,6 +213,7 @@ def random_parts(
     """Build a model with random weights. Arguments and errors: see `Engine.from_random`."""
     adapter = adapter_of(config, model_config)
     device = resolve_device(config.device)
+    use(device)
     sizes = (*geometries, *smaller_geometries(model_config.geometry))
     # A prompt encoder is never random: without one, words stand in for it.
     files = None

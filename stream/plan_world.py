@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from engine.checkpoint.folder import read_config
+from engine.checkpoint.source import find_curve
 from engine.config import (
     EngineConfig,
     Geometry,
@@ -65,7 +66,9 @@ def plan_world(spec: WorldSpec, folder: WeightFolder | None, present: Present) -
         files = find_files(text, model.text_dim, config.prompts)
     places = residencies(config.prompts, device)
 
-    adapter = adapter_parts(adapter_of(config, model), config.lora_mode, torch_dtype(dtype))
+    place = None if folder is None or config.lora is None else folder.find(Role.TRANSFORMER)
+    curve = None if place is None else find_curve(place, model)
+    adapter = adapter_parts(adapter_of(config, model, curve), config.lora_mode, torch_dtype(dtype))
 
     def beside(options: PromptOptions, size: Geometry) -> tuple[MemoryPart, ...]:
         rows = dataclasses.replace(model, geometry=size).text_rows
@@ -127,7 +130,7 @@ def _codec_parts(
     if place is None:
         decoder = random_decoder_memory(kind, dtype=dtype, **px)
     else:
-        decoder = decoder_memory(place, dtype=dtype, **px)
+        decoder = decoder_memory(place, dtype=dtype, mode=spec.decoder_mode, **px)
     place = None if folder is None else folder.picture_encoder()
     encoder = random_encoder_memory(kind, **px) if place is None else encoder_memory(place, **px)
     return (

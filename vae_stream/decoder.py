@@ -11,6 +11,7 @@ Legend: B batch, T frames, C channels, H height, W width.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -152,37 +153,50 @@ class StreamingDecoder(Protocol):
         ...
 
 
-class FiniteWatch:
-    """Finds NaN and Inf without making a GPU wait: there the answer is read one push later."""
+class _Question:
+    """Whether a latent on a GPU is finite."""
 
-    __slots__ = ("_answer", "_asked_index", "_done")
+    __slots__ = ("answer", "done", "index")
 
     def __init__(self) -> None:
-        self._answer: Tensor | None = None
-        self._done: torch.cuda.Event | None = None
-        self._asked_index = -1
+        self.answer = torch.ones((), dtype=torch.bool).pin_memory()
+        self.done = torch.cuda.Event()
+        self.index = -1
+
+    def ask(self, latent_BCHW: Tensor, index: int) -> None:
+        self.index = index
+        self.answer.copy_(torch.isfinite(latent_BCHW).all(), non_blocking=True)
+        self.done.record(torch.cuda.current_stream(latent_BCHW.device))
+
+
+class FiniteWatch:
+    """Finds NaN and Inf without making a GPU wait: there answers are read at later pushes."""
+
+    __slots__ = ("_idle", "_open")
+
+    def __init__(self) -> None:
+        self._open: deque[_Question] = deque()
+        """As many as the GPU is behind."""
+        self._idle: list[_Question] = []
 
     def check(self, latent_BCHW: Tensor, index: int) -> None:
         """Look at a latent.
 
         Raises:
-            ValueError: it holds a value that is not finite, or the one before did.
+            ValueError: it holds a value that is not finite, or one before did.
         """
         if latent_BCHW.device.type != "cuda":
             if not bool(torch.isfinite(latent_BCHW).all()):
                 raise _not_finite(index)
             return
-        if self._answer is None or self._done is None:
-            self._answer = torch.ones((), dtype=torch.bool).pin_memory()
-            self._done = torch.cuda.Event()
-        elif self._done.query() and not bool(self._answer):
-            self._answer.fill_(True)
-            raise _not_finite(self._asked_index)
-        elif not self._done.query():
-            return  # the GPU is still behind the last question
-        self._answer.copy_(torch.isfinite(latent_BCHW).all(), non_blocking=True)
-        self._done.record()
-        self._asked_index = index
+        while self._open and self._open[0].done.query():
+            answered = self._open.popleft()
+            self._idle.append(answered)
+            if not bool(answered.answer):
+                raise _not_finite(answered.index)
+        question = self._idle.pop() if self._idle else _Question()
+        question.ask(latent_BCHW, index)
+        self._open.append(question)
 
 
 def _not_finite(index: int) -> ValueError:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vae_stream.geometry import SPATIAL_RATIO
 from vae_stream.pixels import to_imagenet
 from vae_stream.tiling import Tiling, plan_tiles
-from vae_stream.vit import H3_LATENTS_MEAN, H3_LATENTS_STD
+from vae_stream.vit import H3_LATENTS_MEAN, H3_LATENTS_STD, exact_convolutions
 from vae_stream.vit_weights import latent_statistics, read_settings
 from vae_stream.weight_files import WeightFiles, copy_tensor
 
@@ -205,12 +205,7 @@ class H3Encoder(nn.Module):
         """
         height_px, width_px = frames_BCTHW.shape[3:]
         plan = plan_tiles(height_px, width_px, self._tiling)
-        with torch.backends.cudnn.flags(
-            enabled=torch.backends.cudnn.enabled,
-            benchmark=torch.backends.cudnn.benchmark,
-            deterministic=torch.backends.cudnn.deterministic,
-            allow_tf32=False,
-        ):
+        with exact_convolutions():
             tiles = [self.quant_conv(self.encoder(tile)) for tile in plan.cut(frames_BCTHW)]
         return plan.scaled(SPATIAL_RATIO).join(tiles)
 

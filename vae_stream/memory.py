@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from vae_stream.causal_vit.modes import Mode
 from vae_stream.causal_vit.state import ring_shape
 from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
 from vae_stream.opening import CUDA_TILE_BATCH
@@ -47,9 +48,9 @@ class CodecMemory:
 
 
 def decoder_memory(
-    source: Path, *, dtype: torch.dtype, height_px: int, width_px: int
+    source: Path, *, dtype: torch.dtype, height_px: int, width_px: int, mode: str | None = None
 ) -> CodecMemory:
-    """Size of the decoder whose weights lie in a folder or file.
+    """Size of the decoder whose weights lie in a folder or file; arguments as of `open_decoder`.
 
     Raises:
         ValueError: what `open_decoder` raises for the heads of files.
@@ -61,7 +62,7 @@ def decoder_memory(
         count = _numbers(files, lambda name: not name.startswith(_ENCODER))
         return tiny_memory(count, dtype=dtype, height_px=height_px, width_px=width_px)
     config = read_vit_config(files, layout)
-    if layout == VitLayout.CAUSAL:
+    if layout == VitLayout.CAUSAL or mode in tuple(Mode):
         return causal_memory(config, dtype=dtype, height_px=height_px, width_px=width_px)
     return windowed_memory(config, dtype=dtype, height_px=height_px, width_px=width_px)
 

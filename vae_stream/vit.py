@@ -16,7 +16,8 @@ frames, H height, W width, R rows (tokens), D model width, N heads, K head width
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -224,7 +225,8 @@ class Vit(nn.Module):
                 "last one)"
             )
         steps = steps or WindowSteps()
-        x_BRD = steps.begin(self, latents_BCTHW)
+        with exact_convolutions():
+            x_BRD = steps.begin(self, latents_BCTHW)
         cos_R1A, sin_R1A = window_rotary(self.config, latents, height, width, x_BRD.device)
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -248,6 +250,18 @@ class WindowSteps:
             block=compile_module(Block.forward, mode),
             head=compile_module(Vit.head, mode),
         )
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Let convolutions multiply in fp32: torch lets a GPU round what they read to 10 bits."""
+    with torch.backends.cudnn.flags(
+        enabled=torch.backends.cudnn.enabled,
+        benchmark=torch.backends.cudnn.benchmark,
+        deterministic=torch.backends.cudnn.deterministic,
+        allow_tf32=False,
+    ):
+        yield
 
 
 def rotate(x_BRNK: Tensor, cos_R1A: Tensor, sin_R1A: Tensor) -> Tensor:

@@ -246,7 +246,7 @@ class TensorReader:
             is_free.synchronize()
             staged = buffer[: part.numel()].copy_(part)
             flat[begin : begin + part.numel()].copy_(staged, non_blocking=True)
-            is_free.record()
+            is_free.record(torch.cuda.current_stream(self._device))
             self._progress.add(part.numel())
         return flat
 

@@ -134,14 +134,7 @@ def open_source(
     Raises: CheckpointError naming file, tensor, expected and got; UnsupportedError for a format of
         weights that is not served.
     """
-    shards = [read_shard(file) for file in find_shards(path)]
-    check_index(path, shards)
-    shards = [shard for shard in shards if _has_transformer(shard, config)]
-    if not shards:
-        raise CheckpointError(
-            f"{path} holds no transformer of {config.num_layers} blocks; expected tensors such as "
-            "transformer_blocks.0.attn.to_q.weight or blocks.0.attn.qkv_proj.weight"
-        )
+    shards = _shards(path, config)
     records = _by_name(shards)
     layout = _layout(records)
     curve = _curve(records)
@@ -166,6 +159,27 @@ def open_source(
     if not source.text_pieces:
         _log.warning("weights_assumed FL2VA: files of Ref2VA have the same names and shapes")
     return source
+
+
+def find_curve(path: Path, config: ModelConfig) -> CurveShape | None:
+    """Size of the table of a checkpoint in the pruned form, None for any other.
+
+    Raises: CheckpointError, UnsupportedError as `open_source`.
+    """
+    return _curve(_by_name(_shards(path, config)))
+
+
+def _shards(path: Path, config: ModelConfig) -> list[Shard]:
+    """Headers of the files that hold the transformer."""
+    shards = [read_shard(file) for file in find_shards(path)]
+    check_index(path, shards)
+    shards = [shard for shard in shards if _has_transformer(shard, config)]
+    if not shards:
+        raise CheckpointError(
+            f"{path} holds no transformer of {config.num_layers} blocks; expected tensors such as "
+            "transformer_blocks.0.attn.to_q.weight or blocks.0.attn.qkv_proj.weight"
+        )
+    return shards
 
 
 def _has_index(path: Path) -> bool:

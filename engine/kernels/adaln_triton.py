@@ -83,8 +83,8 @@ def _norm_kernel(
     if FP8:
         wide = tl.where(mask, out.to(tl.float32), 0.0)
         factor, inverse = row_factors(tl.max(tl.abs(wide), axis=0))
-        # Runs as long as those of the plain form: a thread then holds the same columns, and a row is
-        # summed in the same order. Left alone, the compiler makes those of codes longer.
+        # Runs as long as those of the plain form: a thread then holds the same columns, and a row
+        # is summed in the same order. Left alone, the compiler makes those of codes longer.
         at = tl.max_contiguous(out_ptr + program * WIDTH + column, RUN)
         tl.store(at, codes_of(wide, inverse), mask=mask)
         tl.store(factor_ptr + program, factor)

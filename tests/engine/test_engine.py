@@ -12,7 +12,7 @@ import torch
 from engine import device
 from engine.checkpoint.folder import save_model
 from engine.config import EngineConfig, preset
-from engine.device import choose_dtype, resolve_device
+from engine.device import choose_dtype, resolve_device, use
 from engine.engine import Engine
 from engine.errors import CheckpointError, ConfigError, DeviceError, StateError
 from engine.types import Action, Control
@@ -296,6 +296,14 @@ def test_auto_dtype_is_the_faster_one(monkeypatch, slow, fast):
 def test_a_missing_cuda_device_is_refused():
     with pytest.raises(DeviceError, match=r"device is 'cuda:99'; this machine has \d+ CUDA"):
         resolve_device("cuda:99")
+
+
+def test_a_thread_uses_the_device_that_was_asked_for(monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        use(torch.device(name))
+    assert used == [torch.device("cuda:1")]
 
 
 def test_warm_up_reports_each_window():

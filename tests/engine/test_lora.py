@@ -336,6 +336,31 @@ def test_one_process_at_a_time_keeps_what_was_quantised(folder, scheme, cache, m
     assert list(cache.iterdir()) == []
 
 
+def test_a_folder_that_takes_no_writes_still_serves(folder, scheme, cache, monkeypatch) -> None:
+    def refused(*given: object, **options: object) -> None:
+        raise PermissionError(30, "Read-only file system")
+
+    config = dataclasses.replace(BF16, linear=scheme)
+    first = _roll(Engine.from_pretrained(folder, config))
+    monkeypatch.setattr(os, "utime", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(Path, "touch", refused)
+    assert torch.equal(_roll(Engine.from_pretrained(folder, config)), first)
+    (kept,) = cache.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-100])
+    assert torch.equal(_roll(Engine.from_pretrained(folder, config)), first)
+
+
+def test_a_file_that_another_process_removes_is_no_trouble(
+    folder, scheme, cache, monkeypatch
+) -> None:
+    cache.mkdir(parents=True)
+    (cache / "gone.part").symlink_to(cache / "nothing")  # listed, but not there any more
+    (cache / "gone.safetensors").symlink_to(cache / "nothing")
+    Engine.from_pretrained(folder, dataclasses.replace(BF16, linear=scheme))
+    assert [each for each in cache.iterdir() if each.is_file()]
+
+
 def test_a_damaged_file_is_made_again(folder, scheme, cache) -> None:
     config = dataclasses.replace(BF16, linear=scheme)
     first = _roll(Engine.from_pretrained(folder, config))

@@ -293,7 +293,7 @@ class _Event:
     def synchronize(self) -> None:
         self._is_free = True
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
         assert self._is_free
         self._is_free = False
 
@@ -303,6 +303,7 @@ def test_tensors_go_through_two_buffers_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
 ) -> None:
     monkeypatch.setattr(reading, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     reader = TensorReader(CPU)
     buffers = [torch.empty(buffer_bytes, dtype=torch.uint8) for _ in range(2)]
     reader._buffers = [(buffer, _Event()) for buffer in buffers]

@@ -12,20 +12,24 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.config import Qwen3VlTextConfig, preset
+from engine.config import EngineConfig, Qwen3VlTextConfig, preset
 from engine.memory import MemoryPlan, Present
+from engine.text import WordEncoder
 from engine.types import Action, Control, LoadEvent
 from stream.cli import main
 from stream.load_news import LoadNews
 from stream.plan_table import plan_text
+from stream.plan_world import plan_world
 from stream.session import ModelWorld, Session
 from stream.settings import load_settings
 from stream.trace import read_trace
+from stream.weight_folder import look_through
 from stream.workers import spec_of
 from stream.world_source import LoadedWorlds
 from stream.world_spec import WorldSpec, read_start
+from tests.adapters import peft_keys, write_adapter
 from tests.engine.prompts.tiny_qwen import READ, WIDTH, write_qwen
-from tests.released import original_state, write_sharded
+from tests.released import original_state, pruned, write_sharded, write_single
 from tests.tiny import narrow_config, tiny_model
 from tests.vae_stream.h3_tiny import random_vit, randomise, tensors_in, write_folder
 from vae_stream.h3_encoder import H3Encoder, H3EncoderConfig
@@ -133,6 +137,25 @@ def test_the_service_opens_the_same_world_and_tells_how(weights: Path, tmp_path:
     assert counts == [17, 17]
     session.switch_prompt("snow at night")
     source.close()
+
+
+def test_an_adapter_of_a_pruned_model_is_planned_and_loaded(tmp_path: Path) -> None:
+    config = dataclasses.replace(narrow_config(), geometry=SIZE)
+    (tmp_path / "config.json").write_text(config.to_json())
+    model = tiny_model(config)
+    tensors = pruned(model, original_state(model, config, "stacked"), points=9, rank=8)
+    words = {f"text_encoder.{n}": t for n, t in WordEncoder.of(config).state_dict().items()}
+    write_single(tmp_path / "transformer" / "pruned.safetensors", tensors | words)
+    (tmp_path / "transformer" / "config.json").write_text(config.to_json())
+    outputs = len(tensors["final_layer.adaln_proj.linear.weight"])
+    factors = {"norm_out.linear": (torch.ones(2, 8), torch.ones(outputs, 2))}
+    lora = str(write_adapter(tmp_path / "adapter" / "a.safetensors", peft_keys(factors)))
+    engine = EngineConfig(device="cpu", dtype="float32", lora=lora)
+    spec = WorldSpec(
+        source="model", preset="h3_33b", geometry=SIZE, weights=str(tmp_path), engine=engine
+    )
+    planned = plan_world(spec, look_through(tmp_path), Present(device_gib=500.0))
+    assert planned.plan.part_gib("adapter") > 0
 
 
 def test_the_doctor_finds_every_network(

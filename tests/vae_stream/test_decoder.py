@@ -18,6 +18,7 @@ from vae_stream import (
     open_decoder,
     open_encoder,
 )
+from vae_stream.decoder import FiniteWatch
 from vae_stream.pixels import to_uint8
 
 pytestmark = pytest.mark.cpu
@@ -131,6 +132,41 @@ def test_a_latent_that_is_not_finite_is_refused_and_changes_nothing(
     assert state.snapshot() is not before
     assert state.latent_index == before.latent_index
     assert all(state.tensors[name] is before.tensors[name] for name in before.tensors)
+
+
+class OnGpu(Tensor):
+    """A latent that says so."""
+
+    device = torch.device("cuda")
+
+
+class LateEvent:
+    """An event that is reached when the test says so."""
+
+    reached = False
+
+    def record(self, stream: object) -> None:
+        """Be launched."""
+
+    def query(self) -> bool:
+        return LateEvent.reached
+
+
+def test_a_gpu_that_is_behind_is_asked_about_every_latent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    watch, good = FiniteWatch(), torch.zeros(SHAPE)
+    bad = good.clone()
+    bad[0, 3, 1, 2] = torch.nan
+    for index, latent in enumerate((good, bad, good)):  # none is answered yet
+        watch.check(latent.as_subclass(OnGpu), index)
+
+    monkeypatch.setattr(LateEvent, "reached", True)
+    with pytest.raises(ValueError, match="NaN or Inf at latent 1"):
+        watch.check(good.as_subclass(OnGpu), 3)
+    watch.check(good.as_subclass(OnGpu), 3)
+    watch.check(good.as_subclass(OnGpu), 4)
 
 
 @pytest.mark.parametrize("shape", [(24, 2, 3), (2, 24, 2, 3), (1, 24, 3, 2), (1, 16, 2, 3)])

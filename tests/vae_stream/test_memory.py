@@ -43,6 +43,13 @@ def test_the_ring_has_the_size_of_a_state(tmp_path: Path) -> None:
     assert decoder_memory(folder, dtype=torch.bfloat16, **SIZE).state == decoder.state_bytes()
 
 
+def test_distilled_weights_under_the_names_of_the_original_have_a_ring(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, tensors_in(random_vit(), VitLayout.ORIGINAL))
+    asked = {"dtype": torch.bfloat16, "mode": "single_a5", **SIZE}
+    decoder = open_decoder(folder, device=CPU, **asked)
+    assert decoder_memory(folder, **asked).state == decoder.state_bytes()
+
+
 @pytest.mark.parametrize(
     ("height_px", "width_px", "gib"), [(768, 1344, 4.43), (480, 832, 1.71)], ids=["768p", "480p"]
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.vae_stream.h3_tiny import random_vit
-from vae_stream.vit import Vit, VitConfig, window_rotary
+from vae_stream.vit import Vit, VitConfig, WindowSteps, window_rotary
 
 pytestmark = pytest.mark.cpu
 
@@ -21,6 +22,20 @@ def test_the_released_model_has_as_many_parameters_as_released() -> None:
 def test_a_window_of_one_latent_is_refused() -> None:
     with pytest.raises(ValueError, match="1 latents in the window; allowed: 2 or more"):
         random_vit()(torch.zeros(1, 24, 1, 2, 2))
+
+
+def test_a_window_begins_with_exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    seen: list[bool] = []
+
+    def begin(vit: Vit, latents_BCTHW: Tensor) -> Tensor:
+        seen.append(torch.backends.cudnn.allow_tf32)
+        return vit.begin(latents_BCTHW)
+
+    random_vit()(torch.zeros(1, 24, 2, 2, 2), WindowSteps(begin=begin))
+
+    assert seen == [False]
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_tiles_of_a_batch_do_not_see_each_other() -> None:

@@ -23,7 +23,7 @@ from vae_stream.causal_vit.places import (
 )
 from vae_stream.causal_vit.state import CausalVitState
 from vae_stream.pixels import from_imagenet, to_uint8
-from vae_stream.vit import Block, Vit, rotate
+from vae_stream.vit import Block, Vit, exact_convolutions, rotate
 
 
 class PlainCalls:
@@ -60,12 +60,7 @@ class PlainCalls:
             time_span=self._causal.time_span, suffix_rows=vit.config.suffix_count,
         )  # fmt: skip
         z_BCTHW = buffers.latents_CFHW[: kind.latents].transpose(0, 1)[None]
-        with torch.backends.cudnn.flags(
-            enabled=torch.backends.cudnn.enabled,
-            benchmark=torch.backends.cudnn.benchmark,
-            deterministic=torch.backends.cudnn.deterministic,
-            allow_tf32=False,  # the embedding begins with a convolution
-        ):
+        with exact_convolutions():  # the embedding begins with one
             x_BRD = torch.cat([vit.embed(z_BCTHW), vit.suffix(1)], dim=1)
         tokens = x_BRD.shape[1] - vit.config.suffix_count
         for layer, block in enumerate(vit.blocks):

@@ -1,6 +1,7 @@
 """Compiles the kernels for an H200 on any machine, from launches that are recorded.
 
-Owns `compiled_launches` and `summed`. Triton brings its own assembler; no GPU and no driver is needed.
+Owns `compiled_launches` and `summed`. Triton brings its own assembler; no GPU and no driver is
+needed.
 """
 
 from __future__ import annotations
