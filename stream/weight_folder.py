@@ -1,6 +1,6 @@
 """What lies in a folder of weights: which file or folder in it is which network, by content.
 
-    DIR/                     names are free, at most two folders deep; what is told apart:
+    DIR/                     names are free, at most three folders deep; what is told apart:
       transformer/           the diffusion transformer, in any layout that is read
       decoder/               a streaming decoder, such as the causal one
       vae/                   codec: encodes the first picture, decodes where there is nothing better
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from engine.errors import CheckpointError
 
-DEPTH = 2
+DEPTH = 3
 
 
 class Role(StrEnum):

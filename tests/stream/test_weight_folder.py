@@ -102,8 +102,17 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path) -> None:
         look_through(tmp_path).need(Role.TRANSFORMER)
 
 
+def test_a_release_is_found_as_it_was_fetched(tmp_path: Path) -> None:
+    folder = tmp_path / "FL2VA"
+    _write(folder / "transformer" / "a.safetensors", *NAMES[Role.TRANSFORMER])
+    _write(folder / "video_vae" / "source" / "a.safetensors", *NAMES[Role.PICTURE_ENCODER])
+    found = look_through(tmp_path)
+    assert found.need(Role.TRANSFORMER) == folder / "transformer"
+    assert found.picture_encoder() == folder / "video_vae" / "source"
+
+
 def test_folders_far_below_are_left_alone(tmp_path: Path) -> None:
-    _write(tmp_path / "a" / "b" / "c" / "a.safetensors", *NAMES[Role.TRANSFORMER])
+    _write(tmp_path / "a" / "b" / "c" / "d" / "a.safetensors", *NAMES[Role.TRANSFORMER])
     assert not look_through(tmp_path).places[Role.TRANSFORMER]
 
 
