@@ -13,6 +13,7 @@ Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,8 @@ class ProductsBackend:
 
     def __call__(self, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> Tensor:
         """Return [B, R, N, K]; long queries go in blocks, so that a buffer stays small."""
+        if torch.compiler.is_compiling():
+            return products_op(q_BRNK, k_BSNK, v_BSNK, self._buffer_bytes)
         q, k, v = (a.transpose(1, 2).flatten(0, 1) for a in (q_BRNK, k_BSNK, v_BSNK))
         row_bytes = k.shape[0] * k.shape[1] * q.element_size()
         rows = max(1, self._buffer_bytes // row_bytes)
@@ -142,3 +145,19 @@ class ProductsBackend:
         if shape not in self._buffers:
             self._buffers[shape] = (q.new_zeros(shape), q.new_zeros(shape))
         return self._buffers[shape]
+
+
+@cache
+def _products(buffer_bytes: int) -> ProductsBackend:
+    return ProductsBackend(buffer_bytes)
+
+
+@torch.library.custom_op("worldstream::products", mutates_args=())
+def products_op(q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor, buffer_bytes: int) -> Tensor:
+    """`ProductsBackend` for a compiler, which would fix the number of keys with the buffers."""
+    return _products(buffer_bytes)(q_BRNK, k_BSNK, v_BSNK).contiguous()
+
+
+@products_op.register_fake
+def _(q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor, buffer_bytes: int) -> Tensor:
+    return q_BRNK.new_empty(q_BRNK.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from engine.attention.base import AttentionNeed, select_backend
 from engine.attention.sdpa import ProductsBackend
@@ -67,6 +68,20 @@ def test_products_in_blocks_equal_the_whole():
 )
 def test_automatic_choice(device, dtype, name):
     assert select_backend(AttentionNeed(device_type=device, dtype=dtype, head_dim=64)).name == name
+
+
+@pytest.mark.parametrize("name", ["sdpa", "products"])
+def test_one_compiled_form_serves_every_number_of_keys(name):
+    backend = select_backend(NEED, name)
+    forms = CompileCounter()
+    compiled = torch.compile(lambda q, k, v: backend(q, k, v), fullgraph=True, backend=forms)
+    q = torch.randn(1, 9, 2, 16)
+    for keys in (41, 50, 64):
+        k, v = torch.randn(1, keys, 2, 16), torch.randn(1, keys, 2, 16)
+        for tensor in (k, v):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        assert torch.equal(compiled(q, k, v), backend(q, k, v))
+    assert forms.frame_count == 1
 
 
 def test_unknown_backend_is_refused():
