@@ -42,6 +42,7 @@ class SlotState(IntEnum):
     FREE = 0
     WRITING = 1
     READY = 2
+    """Nobody but the writer knows of the frame yet."""
     READING = 3
 
 
@@ -82,7 +83,7 @@ class RingCancelledError(StateError):
 class FrameRing:
     """Shared memory of `capacity` frames: the API process creates it, the worker attaches.
 
-    The worker calls `write` and `cancel`, the API process `read` and `release`.
+    The worker calls `write` and `cancel`, the API process `claim`, `read` and `release`.
     """
 
     def __init__(self, handle: RingHandle, memory: SharedMemory, *, is_owner: bool) -> None:
@@ -170,14 +171,22 @@ class FrameRing:
             self.handle.free.acquire()
             self._is_cancelled = False
 
-    def read(self, slot: int) -> NDArray[np.uint8]:
-        """Return a copy of the frame in a slot, uint8 [H, W, 3]; the slot stays taken.
+    def claim(self, slot: int) -> None:
+        """The reader heard of the frame in a slot: from now on only `release` frees it.
 
         Raises:
             StateError: the slot holds no frame.
         """
         self._expect(slot, SlotState.READY, SlotState.READING)
         self._buffer[slot] = SlotState.READING
+
+    def read(self, slot: int) -> NDArray[np.uint8]:
+        """Return a copy of the frame in a slot, uint8 [H, W, 3]; the slot stays taken.
+
+        Raises:
+            StateError: the slot holds no frame.
+        """
+        self.claim(slot)
         flat = np.frombuffer(bytes(self._slot(slot)), dtype=np.uint8)
         return flat.reshape(self.handle.height_px, self.handle.width_px, 3)
 
@@ -193,11 +202,15 @@ class FrameRing:
         self.handle.free.release()
 
     def recover(self) -> None:
-        """Give back what a dead writer held; only while there is no writer. READY frames stay."""
+        """Give back what a dead writer held; only while there is no writer.
+
+        Frames that the reader heard of stay. Of the others it never will hear, as the message died
+        with the writer: a slot would be lost with each.
+        """
         while self.handle.free.acquire(block=False):
             pass
         for slot in range(self.capacity):
-            if self._buffer[slot] == SlotState.WRITING:
+            if self._buffer[slot] in (SlotState.WRITING, SlotState.READY):
                 self._buffer[slot] = SlotState.FREE
         for _ in range(self.capacity - self.taken_count):
             self.handle.free.release()

@@ -14,12 +14,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import structlog
+
 from stream.error_codes import ErrorCode, ProtocolError
 from stream.recording import export_mp4
 from stream.snapshots import SNAPSHOT_SUFFIX
 from stream.worker_messages import SessionStarted
 
 EXPORTS_AT_A_TIME = 2
+
+log = structlog.get_logger(__name__)
 
 
 class SessionFiles:
@@ -42,6 +46,8 @@ class SessionFiles:
         self._downloads = self._folder / "downloads"
         self._downloads.mkdir()
         self._exports = asyncio.Semaphore(EXPORTS_AT_A_TIME)
+        self._copies: dict[str, set[Path]] = {}
+        """Pictures beside the traces of each session."""
 
     def growing(self, session_id: str) -> Path:
         """Recording that grows while the session goes on."""
@@ -57,6 +63,7 @@ class SessionFiles:
         """Lay the picture beside the trace, which replays only as long as it is there."""
         target = self.picture(started)
         if target is not None and started.start.image_path is not None:
+            self._copies.setdefault(started.session_id, set()).add(target)
             with contextlib.suppress(OSError):  # the session goes on without
                 shutil.copyfile(started.start.image_path, target)
 
@@ -81,17 +88,24 @@ class SessionFiles:
     async def complete(self, session_id: str) -> None:
         """The session ended: its recording becomes an MP4 where it is kept."""
         growing = self.growing(session_id)
-        if self._is_kept and growing.is_file():
-            with contextlib.suppress(OSError):  # nothing was shown
-                async with self._exports:
-                    await asyncio.to_thread(export_mp4, growing, growing.with_suffix(".mp4"))
-            growing.unlink(missing_ok=True)
+        if not (self._is_kept and growing.is_file()):
+            return
+        try:
+            async with self._exports:
+                await asyncio.to_thread(export_mp4, growing, growing.with_suffix(".mp4"))
+        except OSError as error:
+            if growing.stat().st_size:  # as it is, it plays as well
+                log.error("recording_not_completed", detail=str(error))
+                return
+        growing.unlink(missing_ok=True)
 
     def forget(self, session_id: str) -> None:
         """The session is remembered no more: delete what is not kept for the operator."""
         of_session = f"{session_id}*"
         what = of_session + SNAPSHOT_SUFFIX if self._is_kept else of_session
-        for path in (*self._downloads.glob(of_session), *self.records.glob(what)):
+        copies = self._copies.pop(session_id, set()).difference(*self._copies.values())
+        gone = [] if self._is_kept else copies
+        for path in (*self._downloads.glob(of_session), *self.records.glob(what), *gone):
             path.unlink(missing_ok=True)
 
     async def close(self) -> None:

@@ -56,6 +56,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {**snapshot.state.tensors, _LAST_FRAME: snapshot.last_frame_HWC}
@@ -70,7 +71,10 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         "sha256": _sha256(stored),
     }
     part = path.with_name(f".{path.name}.part")
-    save_file(stored, part, metadata={"snapshot": json.dumps(head)})
+    try:
+        save_file(stored, part, metadata={"snapshot": json.dumps(head)})
+    except SafetensorError as error:  # its form of a full disk
+        raise OSError(f"{path}: {error}") from error
     os.replace(part, path)
 
 

@@ -102,9 +102,9 @@ class WorkerHandle:
         size = config.world.geometry
         self.ring = FrameRing.create(width_px=size.width_px, height_px=size.height_px)
         self.loading: Loading | None = None
+        """Newest progress, also of a session that is being restored."""
         self.plan_text = ""
         """Memory plan of the worker, as a table."""
-        """Newest progress, also of a session that is being restored."""
         self.info: Ready | None = None
         """Set while the worker is ready."""
         self.restart_count = 0
@@ -248,6 +248,8 @@ class WorkerHandle:
         self._heard_s = time.monotonic()
         if isinstance(report, Heartbeat):
             self.device_bytes = report.device_bytes
+        elif isinstance(report, FrameReady):
+            self.ring.claim(report.slot)
         session = self._session
         match report:
             case Loading():
@@ -418,6 +420,7 @@ class WorkerHandle:
         try:
             self._connection.send(command)
         except OSError:
+            self._receive()  # what it said last counts
             self._lose(FailureCode.WORKER_DIED, "the pipe to the worker is closed")
 
     def _spawn_task(self, work: Coroutine[None, None, None]) -> None:

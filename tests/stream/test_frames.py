@@ -114,18 +114,29 @@ def test_a_free_slot_does_not_help_a_cancelled_writer(writer: FrameRing, reader:
 
 def test_recover_frees_what_a_dead_writer_held(reader: FrameRing) -> None:
     writer = FrameRing.attach(reader.handle)
-    ready = writer.write(_frame(1))
+    told = writer.write(_frame(1))
+    reader.claim(told)
     writer.handle.free.acquire()
     writer._buffer[1] = SlotState.WRITING
     writer.handle.free.acquire()  # died between the wait and the first byte
     reader.recover()
-    assert np.array_equal(reader.read(ready), _frame(1))
+    assert np.array_equal(reader.read(told), _frame(1))
     assert sorted([writer.write(_frame(2)), writer.write(_frame(3))]) == [1, 2]
     assert not writer.handle.free.acquire(block=False)
     writer.close()
 
 
-@pytest.mark.parametrize("call", ["read", "release"])
+def test_recover_frees_frames_that_the_reader_will_not_hear_of(
+    writer: FrameRing, reader: FrameRing
+) -> None:
+    for value in range(3):
+        writer.write(_frame(value))
+    reader.recover()
+    assert reader.taken_count == 0
+    assert len({writer.write(_frame(value)) for value in range(3)}) == 3
+
+
+@pytest.mark.parametrize("call", ["claim", "read", "release"])
 def test_an_empty_slot_is_refused(reader: FrameRing, call: str) -> None:
     with pytest.raises(StateError, match="slot 2 is FREE; expected READY, READING"):
         getattr(reader, call)(2)

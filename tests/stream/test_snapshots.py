@@ -68,6 +68,11 @@ def test_snapshot_comes_back_with_its_layout_in_memory(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["a.snapshot"]
 
 
+def test_snapshot_that_cannot_be_written_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="gone"):
+        write_snapshot(tmp_path / "gone" / "a.snapshot", _snapshot())
+
+
 @pytest.mark.parametrize("fault", ["none", "empty", "cut", "bit", "junk"])
 def test_damaged_snapshot_counts_as_none(tmp_path: Path, fault: str) -> None:
     path = tmp_path / "a.snapshot"
