@@ -15,7 +15,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.shared_memory import SharedMemory
 from typing import TYPE_CHECKING, Self
 
@@ -123,30 +123,34 @@ def held_axes(pressed: Mapping[str, int]) -> list[float]:
 
 
 # Sequence of the lock, checksum of the body; then generation, seq, held keys as bits, presses ever,
-# presses forgotten, time received, look, pad, ring of presses (index into _CODES).
+# presses forgotten, times that motion was forgotten, time received, look, look when it was last so,
+# pad, ring of presses (index into _CODES).
 _LOCK = struct.Struct("<QI4x")
-_BODY = struct.Struct(f"<QQQQQd2d4d{PRESS_CAPACITY}s")
+_BODY = struct.Struct(f"<QQQQQQd2d2d4d{PRESS_CAPACITY}s")
 _SIZE = _LOCK.size + _BODY.size
+_CENTRED = (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    generation: int
-    seq: int
-    held_bits: int
-    press_count: int
-    forgotten_count: int
-    received_ms: float
-    look: tuple[float, float]
-    pad: tuple[float, float, float, float]
-    presses: bytes
+    generation: int = 1
+    seq: int = 0
+    held_bits: int = 0
+    press_count: int = 0
+    forgotten_count: int = 0
+    forget_count: int = 0
+    received_ms: float = 0.0
+    look: tuple[float, float] = (0.0, 0.0)
+    forgotten_look: tuple[float, float] = (0.0, 0.0)
+    pad: tuple[float, float, float, float] = _CENTRED
+    presses: bytes = b""
 
 
 class ActionMailbox:
     """Shared memory for the newest action.
 
-    The API process calls `create`, `begin`, `post`, `clear`; the worker calls `attach` with the
-    name and `latch`. Whoever created it unlinks it on `close`.
+    The API process calls `create`, `begin`, `post`, `clear`, `forget_motion`; the worker calls
+    `attach` with the name and `latch`. Whoever created it unlinks it on `close`.
     """
 
     def __init__(
@@ -166,7 +170,7 @@ class ActionMailbox:
         self._lock_count = 0
         self._last_edge_id = -1
         self._ring = bytearray(PRESS_CAPACITY)
-        self._state = _State(1, 0, 0, 0, 0, 0.0, (0.0, 0.0), (0.0, 0.0, 0.0, 0.0), b"")
+        self._state = _State()
         self._press_numbers: dict[str, int] = {}
         self.dropped_snapshot_count = 0
         """Writer: snapshots that were not newer than the one before them."""
@@ -204,15 +208,10 @@ class ActionMailbox:
         self._last_edge_id = -1
         self._write(
             _State(
-                last.generation + 1,
-                0,
-                0,
-                last.press_count,
-                last.press_count,
-                0.0,
-                (0.0, 0.0),
-                (0.0, 0.0, 0.0, 0.0),
-                b"",
+                generation=last.generation + 1,
+                press_count=last.press_count,
+                forgotten_count=last.press_count,
+                forget_count=last.forget_count,
             )
         )
 
@@ -235,16 +234,14 @@ class ActionMailbox:
                 self._ring[press_count % PRESS_CAPACITY] = _CODES.index(edge.code)
                 press_count += 1
         self._write(
-            _State(
-                last.generation,
-                snapshot.seq,
-                _bits(snapshot.held),
-                press_count,
-                last.forgotten_count,
-                snapshot.received_ms,
-                snapshot.look,
-                snapshot.pad,
-                b"",
+            replace(
+                last,
+                seq=snapshot.seq,
+                held_bits=_bits(snapshot.held),
+                press_count=press_count,
+                received_ms=snapshot.received_ms,
+                look=snapshot.look,
+                pad=snapshot.pad,
             )
         )
         return True
@@ -252,19 +249,15 @@ class ActionMailbox:
     def clear(self) -> None:
         """Release everything: lost connection, pause, reset. Sequence numbers go on."""
         last = self._state
-        self._write(
-            _State(
-                last.generation,
-                last.seq,
-                0,
-                last.press_count,
-                last.press_count,
-                0.0,
-                last.look,
-                (0.0, 0.0, 0.0, 0.0),
-                b"",
-            )
+        self._state = replace(
+            last, held_bits=0, forgotten_count=last.press_count, received_ms=0.0, pad=_CENTRED
         )
+        self.forget_motion()
+
+    def forget_motion(self) -> None:
+        """Let mouse motion so far turn nothing; what is held stays."""
+        last = self._state
+        self._write(replace(last, forget_count=last.forget_count + 1, forgotten_look=last.look))
 
     def latch(self, now_ms: float) -> Latched:
         """Take the action of the next chunk: held keys, taps, look and pad since the last latch."""
@@ -276,6 +269,8 @@ class ActionMailbox:
         if state.generation != self._state.generation:
             self._press_numbers.clear()
             self._look = (0.0, 0.0)
+        if state.forget_count != self._state.forget_count:
+            self._look = state.forgotten_look
         self._state = state
         is_fresh = now_ms - state.received_ms <= self._stale_ms
         held = set(_codes(state.held_bits)) if is_fresh else set()
@@ -321,8 +316,10 @@ class ActionMailbox:
             state.held_bits,
             state.press_count,
             state.forgotten_count,
+            state.forget_count,
             state.received_ms,
             *state.look,
+            *state.forgotten_look,
             *state.pad,
             bytes(self._ring),
         )
@@ -346,18 +343,19 @@ class ActionMailbox:
                 break
             if time.monotonic() > deadline_s:
                 raise StateError("action mailbox: no whole snapshot within 1 s; its writer is gone")
-        generation, seq, bits, presses, forgotten, received_ms, *rest = _BODY.unpack(body)
-        right_px, down_px, left_x, left_y, right_x, right_y, ring = rest
+        generation, seq, bits, presses, forgotten, forgets, received_ms, *rest = _BODY.unpack(body)
         return _State(
-            generation,
-            seq,
-            bits,
-            presses,
-            forgotten,
-            received_ms,
-            (right_px, down_px),
-            (left_x, left_y, right_x, right_y),
-            ring,
+            generation=generation,
+            seq=seq,
+            held_bits=bits,
+            press_count=presses,
+            forgotten_count=forgotten,
+            forget_count=forgets,
+            received_ms=received_ms,
+            look=(rest[0], rest[1]),
+            forgotten_look=(rest[2], rest[3]),
+            pad=(rest[4], rest[5], rest[6], rest[7]),
+            presses=rest[8],
         )
 
 

@@ -27,7 +27,7 @@ from stream import http_bodies as bodies
 from stream import metrics, uploads
 from stream.door import Door
 from stream.error_codes import ERROR_TEXT, HTTP_STATUS, ErrorCode, ProtocolError
-from stream.gate import Gate, has_token
+from stream.gate import BodyRefusedError, Gate, has_token
 from stream.http_bodies import ErrorBody
 from stream.info import VERSION
 from stream.live import Live
@@ -217,8 +217,10 @@ def _add_errors(app: FastAPI, live: Live) -> None:
         return answer(ErrorCode.BAD_MESSAGE)
 
     @app.exception_handler(HTTPException)
-    async def not_found(request: Request, error: HTTPException) -> JSONResponse:
+    async def not_served(request: Request, error: HTTPException) -> JSONResponse:
         code = _HTTP_CODES.get(error.status_code, ErrorCode.BAD_MESSAGE)
+        if isinstance(error, BodyRefusedError):
+            code = error.code
         refusal = answer(code, status=error.status_code)
         refusal.headers.update(error.headers or {})  # which methods are allowed
         return refusal

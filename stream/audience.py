@@ -130,17 +130,24 @@ class Audience:
         viewer_id: str,
         codec: Codec,
         send: Callable[[bytes], bool],
+        take_back: Callable[[], int],
         *,
         role: Role = "player",
     ) -> None:
         """Send video over a WebSocket from now on; the viewer's WebRTC connections end.
 
-        `send` takes one binary message, returns at once, and says whether it will go out.
+        `send` takes one binary message, returns at once, and says whether it will go out;
+        `take_back` drops those that have not gone out yet, and says how many.
         """
         self._drop_peers(viewer_id, before_gen=None)
         self._newest_gen.setdefault(viewer_id, -1)
         self._ws[viewer_id] = WsVideo(
-            codec, Feed(role=role), send, period_s=self._period_s, clock_s=self._clock_s
+            codec,
+            Feed(role=role),
+            send,
+            take_back,
+            period_s=self._period_s,
+            clock_s=self._clock_s,
         )
         self._on_joined()
 
@@ -186,9 +193,11 @@ class Audience:
         return sum(viewer.dropped_count for viewer in self._of(viewer_id))
 
     def discard_before(self, epoch: int) -> None:
-        """Drop what waits from older epochs."""
+        """Drop what waits from older epochs; nothing of this one was sent yet."""
         for peer in self._peers.values():
             peer.track.discard_before(epoch)
+        for viewer in self._ws.values():
+            viewer.discard()
 
     def note_frame(self, now_s: float) -> None:
         """A frame is there for everybody: whoever sends nothing for long is helped."""

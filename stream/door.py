@@ -68,7 +68,7 @@ class Door:
         viewer = Viewer(id=ticket.viewer_id, role=ticket.role, socket=socket)
         try:
             if await _is_greeted(socket):
-                room.join(viewer, loading=self._live.workers.loading)
+                room.join(viewer)
                 await self._converse(room, viewer)
         finally:
             room.leave(viewer)

@@ -1,8 +1,8 @@
 """Gate in front of every request and socket: host, origin, size, headers.
 
 Owns what is checked before a route sees anything. Invariants: an unknown Host never gets an answer
-other than 400 (against DNS rebinding; addresses themselves cannot be rebound); a page of another
-origin can neither write nor open a socket; no body grows beyond its limit.
+other than FORBIDDEN_ORIGIN (against DNS rebinding; addresses themselves cannot be rebound); a page
+of another origin can neither write nor open a socket; no body grows beyond its limit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,11 +38,14 @@ SECURITY_HEADERS = {
 }
 
 
-class BodyRefusedError(Exception):
-    """A body turned out too large or too slow."""
+class BodyRefusedError(HTTPException):
+    """A body turned out too large or too slow.
+
+    The framework takes any other error of reading a body for one of the body's form.
+    """
 
     def __init__(self, code: ErrorCode) -> None:
-        super().__init__(str(code))
+        super().__init__(HTTP_STATUS[code], str(code))
         self.code = code
 
 
@@ -68,10 +72,7 @@ class Gate:
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
-        try:
-            await self._app(scope, self._limited(scope, receive), _with_headers(send))
-        except BodyRefusedError as error:
-            await deny(scope, receive, send, error.code)
+        await self._app(scope, self._limited(scope, receive), _with_headers(send))
 
     def _refusal(self, scope: Scope, headers: Headers) -> ErrorCode | None:
         host = headers.get("host", "")

@@ -432,7 +432,6 @@ class Live:
 
     async def _tick_forever(self) -> None:
         last_stats_s = time.monotonic()
-        told_stage = ""
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
@@ -443,12 +442,6 @@ class Live:
                 last_stats_s = now_s
                 self._judge_memory(now_s)
                 self._tell(now_s)
-            loading = self.workers.loading
-            stage = "" if loading is None else f"{loading.stage} {loading.percent:.0f}"
-            if loading is not None and stage != told_stage:
-                for room in self._rooms.values():
-                    room.broadcast(loading)
-            told_stage = stage
 
     def _judge_memory(self, now_s: float) -> None:
         """With too little memory nobody is admitted; if that does not help, sessions end."""

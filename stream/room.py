@@ -24,7 +24,7 @@ from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.info import CHUNK, latch_ms
 from stream.inputs import PhotonMeter, SessionInput
 from stream.protocol import SessionState
-from stream.session_states import TRANSITIONS, Event, Session
+from stream.session_states import LIVE, TRANSITIONS, Event, Session
 from stream.sessions import Change
 from stream.transports import Transports
 from stream.viewer import Surroundings, Viewer
@@ -96,7 +96,7 @@ class Room:
 
     # ---- coming, going
 
-    def join(self, viewer: Viewer, *, loading: server.Loading | None) -> None:
+    def join(self, viewer: Viewer) -> None:
         """A socket said hello. A second one of the player replaces the first."""
         now_s = time.monotonic()
         if self.session.state is SessionState.CLOSED:
@@ -120,7 +120,7 @@ class Room:
                 self._around.metrics.reconnects.inc()
             self._around.registry.connected(self.session, now_s)
         viewer.socket.send(self._state())
-        if loading is not None:
+        if self.seat is not None and (loading := self.seat.loading) is not None:
             viewer.socket.send(loading)
         self.transports.welcome(viewer)
         self._queue_told = None
@@ -226,7 +226,6 @@ class Room:
         if taken is None:
             self._around.metrics.drops.labels(where="old_act").inc()
             return
-        self.session.last_seq = self._input.last_seq
         self.seat.mailbox.post(taken.snapshot)
         self._photons.pressed(act.seq, taken.new_edges)
         if taken.new_edges:
@@ -356,8 +355,10 @@ class Room:
         if report.is_fatal or report.code is not FailureCode.WORKER_DIED:
             self.fail(code)
             return
-        # The worker starts again and brings the world back from its trace.
         self._around.metrics.worker_restarts.inc()
+        if session.state not in (*LIVE, SessionState.GRACE):
+            return  # it ends already
+        # The worker starts again and brings the world back from its trace.
         self.broadcast(server.Warn(code=str(code), msg=ERROR_TEXT[code] + " It starts again."))
         self._around.registry.transition(session, Event.RESTART, str(code), time.monotonic())
 
@@ -430,12 +431,11 @@ class Room:
         if self.seat is None:
             return
         if change.new is SessionState.RUNNING:
+            if change.old is SessionState.PAUSED:
+                self.seat.mailbox.forget_motion()
             self.seat.send(Resume())
-        elif change.old is SessionState.RUNNING and change.new in (
-            SessionState.PAUSED,
-            SessionState.GRACE,
-            SessionState.DRAINING,
-        ):
+        # Whatever it was before: a world that comes back from its trace goes on by itself.
+        elif change.new in (SessionState.PAUSED, SessionState.GRACE, SessionState.DRAINING):
             self.seat.mailbox.clear()
             self.seat.send(Pause())
 

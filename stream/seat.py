@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from engine.errors import StateError
 from stream.actions import ActionMailbox
 from stream.error_codes import ErrorCode
+from stream.server_messages import Loading
 from stream.supervisor import WorkerHandle
 from stream.worker_messages import (
     Command,
@@ -73,6 +74,16 @@ class Seat:
     def is_free(self) -> bool:
         """Whether a session may take it."""
         return self._sitter is None and self._session_id is None
+
+    @property
+    def loading(self) -> Loading | None:
+        """Progress of the worker; None while it is there."""
+        if self.worker.info is not None:
+            return None
+        found = self.worker.loading
+        if found is None:
+            return Loading(stage="starting", percent=0.0, seconds=0.0)
+        return Loading(stage=found.stage, percent=found.percent, seconds=found.seconds)
 
     @property
     def mailbox(self) -> ActionMailbox:

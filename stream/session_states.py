@@ -77,7 +77,6 @@ class Session:
     """The page that plays was left, or is loaded anew: it has less time to come back."""
     viewer_ids: set[str] = field(default_factory=set)
     last_error: ErrorCode | None = None
-    last_seq: int = -1
     is_end_warned: bool = False
 
     @property

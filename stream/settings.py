@@ -242,7 +242,7 @@ class ServerSettings(BaseSettings):
     def printable(self) -> str:
         """All settings as JSON, secrets left out."""
         values = self.model_dump(mode="json")
-        values["ice_server"] = [each.partition("@")[2] or each for each in self.ice_server]
+        values["ice_server"] = [each.rpartition("@")[2] for each in self.ice_server]
         return json.dumps(values, indent=2)
 
 

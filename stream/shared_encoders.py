@@ -148,8 +148,9 @@ class SharedEncoders:
         return await loop.run_in_executor(self._thread, self._encode, frame_HWC, pts90, wants)
 
     def close(self) -> None:
-        """End the thread after the frame at hand."""
+        """End the thread after the frame at hand, and give the encoders up."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._encoders.clear()
 
     def _key_waits(self, stream: Stream, ready: list[Viewer]) -> list[tuple[float, KeyCause]]:
         """Keyframes that somebody with room waits for: seconds until each may come, and why."""

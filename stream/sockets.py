@@ -80,6 +80,12 @@ class Socket:
         self._wake.set()
         return True
 
+    def take_back_video(self) -> int:
+        """Drop the video frames that have not left yet; how many."""
+        count = len(self._video)
+        self._video.clear()
+        return count
+
     def close(self, code: ErrorCode, *, resume: bool = False) -> None:
         """Say bye, send what is queued for control, close."""
         if not self.is_open:

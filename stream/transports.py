@@ -63,10 +63,13 @@ class Transports(MediaEvents):
         self._overflow_seen = 0
 
     def start(self, recording: Path) -> None:
-        """Make the media, and record what it shows."""
+        """Make the media, and record what it shows; where that fails, play goes on without."""
         video = self._around.video
         self.media = Media(video.w, video.h, video.fps, self._around.media, events=self)
-        self.media.record(recording)
+        try:
+            self.media.record(recording)
+        except OSError as error:
+            log.error("recording_failed", reason=str(error))
         self.media.start()
         for viewer in self._viewers.values():
             if viewer.ws_codec is not None:
@@ -85,13 +88,14 @@ class Transports(MediaEvents):
             self.media.audience.remove(viewer.id)
 
     async def close(self) -> None:
-        """Free everything."""
+        """Free everything; what the session had of media is forgotten, figures included."""
+        media, self.media = self.media, None
         for task in tuple(self._tasks):
             task.cancel()
         # Connections that were half made close with the media.
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.media is not None:
-            await self.media.close()
+        if media is not None:
+            await media.close()
 
     def acknowledge(self, viewer: Viewer, frame_id: int) -> None:
         """A frame was drawn or dropped."""
@@ -174,8 +178,10 @@ class Transports(MediaEvents):
         """Change a viewer's transport.
 
         Raises:
-            ProtocolError: RTC_CODEC.
+            ProtocolError: RTC_CODEC, RATE_LIMIT.
         """
+        if not viewer.choices.take(time.monotonic()):
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "transports", retry_ms=2_000)
         if message.transport == "webrtc":
             viewer.ws_codec = None
             if message.codec == "jpeg":
@@ -198,7 +204,9 @@ class Transports(MediaEvents):
         if viewer.negotiation is not None:
             viewer.negotiation.cancel()  # its connection would take the frames over
         self._chose(viewer, f"ws-{codec}")
-        self.media.audience.add_ws(viewer.id, codec, send, role=_role(viewer))
+        self.media.audience.add_ws(
+            viewer.id, codec, send, viewer.socket.take_back_video, role=_role(viewer)
+        )
 
     def _chose(self, viewer: Viewer, transport: str) -> None:
         viewer.transport = transport

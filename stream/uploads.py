@@ -19,10 +19,13 @@ from pathlib import Path
 import structlog
 
 from stream.error_codes import ErrorCode, ProtocolError
+from stream.limits import BucketTable
 
 CONTENT_TYPES = ("image/jpeg", "image/png", "image/webp")
 LIFE_S = 3_600.0
 PER_CLIENT = 64
+TRIES_PER_MIN = 30
+"""Of one client, after as many as it may keep: what is refused takes a process as well."""
 WAITING_LIMIT = 8
 """Uploads that wait for a process to decode them; each holds its bytes."""
 DECODE_LIMIT_S = 5.0
@@ -66,15 +69,17 @@ class ImageStore:
         self._size_px = (width_px, height_px)
         self._images: dict[str, _Image] = {}
         self._arriving: Counter[str] = Counter()
+        self._tries = BucketTable(per_s=TRIES_PER_MIN / 60, burst=PER_CLIENT)
         self._slots = asyncio.Semaphore(parallel)
 
     async def add(self, data: bytes, *, client: str) -> str:
         """Decode a picture and return its id.
 
         Raises:
-            ProtocolError: BAD_IMAGE, or RATE_LIMIT where the client has too many.
+            ProtocolError: BAD_IMAGE, or RATE_LIMIT where the client has or sends too many.
         """
-        self._expire(self._clock_s())
+        now_s = self._clock_s()
+        self._expire(now_s)
         kept = sum(image.client == client for image in self._images.values())
         if kept + self._arriving[client] >= PER_CLIENT:
             raise ProtocolError(ErrorCode.RATE_LIMIT, "images of this client", retry_ms=60_000)
@@ -82,6 +87,9 @@ class ImageStore:
             raise ProtocolError(ErrorCode.RATE_LIMIT, "uploads at a time", retry_ms=2_000)
         if not data.startswith(_MAGIC):
             raise ProtocolError(ErrorCode.BAD_IMAGE, "no JPEG, PNG or WebP")
+        tries = self._tries.bucket(client)
+        if not tries.take(now_s):
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "uploads", retry_ms=tries.wait_ms(now_s))
         image_id = secrets.token_urlsafe(12)
         path = self._folder / f"{image_id}.png"
         self._arriving[client] += 1

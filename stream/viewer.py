@@ -42,6 +42,10 @@ class Viewer:
     offers: TokenBucket = field(
         default_factory=lambda: TokenBucket(per_s=1.0 / OFFER_EVERY_S, burst=3.0)
     )
+    choices: TokenBucket = field(
+        default_factory=lambda: TokenBucket(per_s=1.0 / OFFER_EVERY_S, burst=6.0)
+    )
+    """Of a transport; each costs everybody a keyframe."""
     acts: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=70.0, burst=120.0))
     commands: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=10.0, burst=20.0))
     keyframes: TokenBucket = field(default_factory=lambda: TokenBucket(per_s=2.0, burst=2.0))

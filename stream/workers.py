@@ -88,14 +88,9 @@ class Workers:
     @property
     def loading(self) -> Loading | None:
         """Progress of the worker that is furthest behind, or None."""
-        behind = [seat.worker for seat in self.seats if seat.worker.info is None]
-        found = [worker.loading for worker in behind if worker.loading is not None]
-        if not behind:
-            return None
-        if not found:
-            return Loading(stage="starting", percent=0.0, seconds=0.0)
-        slowest = min(found, key=lambda loading: loading.percent)
-        return Loading(stage=slowest.stage, percent=slowest.percent, seconds=slowest.seconds)
+        found = [seat.loading for seat in self.seats]
+        behind = [loading for loading in found if loading is not None]
+        return min(behind, key=lambda loading: loading.percent, default=None)
 
     @property
     def plan_text(self) -> str:
@@ -104,8 +99,9 @@ class Workers:
 
     @property
     def free_seats(self) -> list[Seat]:
-        """Seats that a session may take."""
-        return [seat for seat in self.seats if seat.is_free]
+        """Seats that a session may take, those with a worker that is loaded first."""
+        free = [seat for seat in self.seats if seat.is_free]
+        return sorted(free, key=lambda seat: seat.loading is not None)
 
     @property
     def frames_in_rings(self) -> int:

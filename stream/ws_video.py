@@ -55,6 +55,7 @@ class WsVideo:
         codec: of all its frames.
         feed: of the viewer.
         send: takes one binary message, returns at once, and says whether it will go out.
+        take_back: drops those that have not gone out yet, and says how many.
         period_s: time between frames.
         clock_s: monotonic.
     """
@@ -66,6 +67,7 @@ class WsVideo:
         codec: Codec,
         feed: Feed,
         send: Callable[[bytes], bool],
+        take_back: Callable[[], int],
         *,
         period_s: float,
         clock_s: Callable[[], float],
@@ -76,6 +78,7 @@ class WsVideo:
         self.sent_count = 0
         self.dropped_count = 0
         self._send = send
+        self._take_back = take_back
         self._period_s = period_s
         self._clock_s = clock_s
         self._unacknowledged: OrderedDict[int, float] = OrderedDict()
@@ -109,6 +112,17 @@ class WsVideo:
             return False
         self.sent_count += 1
         return True
+
+    def discard(self) -> None:
+        """Drop what waits: control messages overtake it, so that it would come too late.
+
+        Nobody acknowledges frames that never arrive, so they leave the window as well.
+        """
+        count = self._take_back()
+        for _ in range(min(count, len(self._unacknowledged))):
+            self._unacknowledged.popitem()
+        if count:
+            self.gate.miss()
 
     def acknowledge(self, frame_id: int) -> None:
         """The viewer has shown or dropped this frame, and with it all that were sent before."""

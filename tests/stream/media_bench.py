@@ -87,7 +87,7 @@ class Reader:
         self.got = []
         self.acknowledges = acknowledges
         self._media, self._name = bench.media, name
-        bench.media.audience.add_ws(name, codec, self._take, role=role)
+        bench.media.audience.add_ws(name, codec, self._take, lambda: 0, role=role)
 
     @property
     def ids(self):

@@ -147,6 +147,32 @@ def test_clear_lets_go_of_everything(writer: ActionMailbox, reader: ActionMailbo
     assert not writer.post(_snapshot(2, "KeyW"))
 
 
+def test_motion_before_a_clear_turns_nothing(writer: ActionMailbox, reader: ActionMailbox) -> None:
+    writer.post(_snapshot(1, look=(100.0, 20.0)))
+    writer.clear()
+    assert _latched(reader) == {}
+    writer.post(_snapshot(2, look=(110.0, 20.0)))
+    axes = _latched(reader)
+    assert axes["yaw"] * 17 * 1.2 == pytest.approx(10.0 * LOOK_DEG_PER_PX)
+
+
+def test_forgotten_motion_leaves_what_is_held(writer: ActionMailbox, reader: ActionMailbox) -> None:
+    reader.latch(NOW)
+    writer.post(_snapshot(1, "KeyW", edges=_edges("KeyD", "-KeyD"), look=(900.0, 0.0)))
+    writer.forget_motion()
+    assert _latched(reader) == {"forward": 1.0, "right": 1.0}
+    writer.post(_snapshot(2, look=(1000.0, 0.0)))
+    axes = _latched(reader)
+    assert axes["yaw"] * 17 * 1.2 == pytest.approx(100.0 * LOOK_DEG_PER_PX)
+
+
+def test_begin_forgets_what_was_forgotten(writer: ActionMailbox, reader: ActionMailbox) -> None:
+    writer.post(_snapshot(1, look=(900.0, 0.0)))
+    writer.clear()
+    writer.begin()
+    assert _latched(reader) == {}
+
+
 def test_begin_takes_low_numbers_again(writer: ActionMailbox, reader: ActionMailbox) -> None:
     writer.post(_snapshot(90, "KeyW", edges=_edges("KeyW", first_id=50), look=(500.0, 0.0)))
     reader.latch(NOW)

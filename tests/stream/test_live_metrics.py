@@ -128,6 +128,10 @@ def test_what_did_not_happen_is_there(scrapes: tuple[Scrape, Scrape], name: str)
     assert family in scrapes[1].families
 
 
+def test_a_session_that_ended_has_no_figures_of_now(scrapes: tuple[Scrape, Scrape]) -> None:
+    assert scrapes[1].value("bitrate_bps", {}) == 0
+
+
 def test_labels_tell_nobody_apart(scrapes: tuple[Scrape, Scrape]) -> None:
     allowed = {"transport", "codec", "size", "state", "reason", "type", "why", "cause", "code",
                "where", "result", "process", "le"}  # fmt: skip

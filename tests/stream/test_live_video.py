@@ -78,12 +78,12 @@ def test_actions_by_data_channel_are_those_of_the_socket(
         channel = browser.pc.createDataChannel("act", ordered=False, maxRetransmits=0)
         await connect(client, browser)
         await wait_for(lambda: channel.readyState == "open")
-        session = service.live.registry.get(client.made["session_id"])
+        room = service.live.room(client.made["session_id"])
 
         act = {"t": "act", "seq": 7, "ct": time.time() * 1e3, "keys": ["KeyW"]}
         channel.send(json.dumps(act))
         await asyncio.to_thread(client.until, "state", state="RUNNING")
-        assert session.last_seq == 7
+        assert room._input.last_seq == 7
 
         client.seq = 6
         old = metric(service, 'drops_total{where="old_act"}')
@@ -142,7 +142,7 @@ def test_spectator_by_data_channel_cannot_steer(
 
     session_id = play(join).made["session_id"]
     asyncio.run(check(join(role="viewer", join=session_id)))
-    assert service.live.registry.get(session_id).last_seq < 1_000
+    assert service.live.room(session_id)._input.last_seq < 1_000
 
 
 def test_offer_that_cannot_be_used_is_refused_and_counted(

@@ -53,7 +53,7 @@ def test_chunk_is_told_before_its_frames_and_once():
         order = []
         bench.log.on_chunk = lambda notice: order.append(("chunk", notice.first))
         bench.media.audience.add_ws(
-            "a", Codec.JPEG, lambda data: order.append(("frame", data[4])) or True
+            "a", Codec.JPEG, lambda data: order.append(("frame", data[4])) or True, lambda: 0
         )
         bench.publish(1)
         await bench.drain()
@@ -107,6 +107,26 @@ def test_no_frame_of_an_older_epoch_leaves():
         await bench.drain()
         assert reader.ids[seen:] == [24, 25, 26, 27, 28]
         assert reader.got[seen][2] & 2  # discontinuity
+
+    run(check, join_keyframe_min_s=0.0)
+
+
+def test_what_lies_in_a_socket_is_taken_back_with_its_epoch():
+    async def check(bench):
+        lying = []
+        bench.media.audience.add_ws(
+            "a",
+            Codec.H264,
+            lambda data: lying.append(data[4]) or True,
+            lambda: [len(lying), lying.clear()][0],
+        )
+        bench.publish(2)
+        await bench.drain()
+        assert lying == [1, 2]
+        bench.media.set_epoch(1)
+        bench.publish(2, epoch=1)  # the window of two is open again
+        await bench.drain()
+        assert lying == [3, 4]
 
     run(check, join_keyframe_min_s=0.0)
 

@@ -1,6 +1,7 @@
 """Settings: where values come from, what is refused."""
 
 import json
+import re
 import time
 
 import pytest
@@ -68,6 +69,12 @@ def test_turn_server_needs_credentials_and_they_are_not_repeated() -> None:
         load_settings(ice_server="turn:hunter2@host:3478")
     assert "hunter2" not in str(caught.value)
     assert parse_ice_server("turn:a:b:c@host:1").credential == "b:c"
+
+
+def test_no_part_of_a_password_is_printed() -> None:
+    printed = load_settings(ice_server="turn:a:north@south@host:1", token="east").printable()
+    assert '"host:1"' in printed
+    assert not {"north", "south", "east"} & set(re.findall(r"\w+", printed))
 
 
 def test_turn_users_of_a_secret_expire_after_the_longest_session() -> None:

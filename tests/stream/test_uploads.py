@@ -136,6 +136,23 @@ def test_pictures_of_a_client_are_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
+def test_pictures_that_are_refused_count_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "PER_CLIENT", 2)
+    now_s = [1_000.0]
+
+    async def scenario() -> None:
+        store = ImageStore(tmp_path, width_px=64, height_px=32, clock_s=lambda: now_s[0])
+        cut = _png()[:40]
+        codes = [await _code(store, cut) for _ in range(3)]
+        assert codes == [ErrorCode.BAD_IMAGE, ErrorCode.BAD_IMAGE, ErrorCode.RATE_LIMIT]
+        now_s[0] += 60.0 / uploads.TRIES_PER_MIN
+        assert await _code(store, _png()) is None
+
+    asyncio.run(scenario())
+
+
 def test_picture_that_takes_too_long_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

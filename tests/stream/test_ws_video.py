@@ -40,9 +40,15 @@ class Client:
             codec,
             Feed(role="player"),
             self._take,
+            self._take_back,
             period_s=PERIOD_S,
             clock_s=lambda: self.now_s,
         )
+
+    def _take_back(self):
+        """Of what it was sent, the newest has not left."""
+        self.got.pop()
+        return 1
 
     def _take(self, data):
         if self.takes:
@@ -106,6 +112,18 @@ def test_acknowledgement_covers_what_was_sent_before():
     client.video.acknowledge(2)
     client.video.deliver(frame(3))
     assert client.video.has_room
+
+
+def test_what_is_taken_back_needs_no_acknowledgement_and_leaves_a_gap():
+    client = Client()
+    client.video.deliver(frame(1, is_key=True))
+    client.video.deliver(frame(2))
+    client.video.discard()
+    assert client.ids == [1]
+    assert client.video.has_room
+    assert not client.video.deliver(frame(3))
+    assert client.video.deliver(frame(4, is_key=True))
+    assert not client.video.has_room
 
 
 def test_unknown_acknowledgement_changes_nothing():
