@@ -66,7 +66,10 @@ export class Connection {
     this.close();
     try {
       const { onStatus } = this.options;
-      await loaded((progress) => run === this.run && onStatus({ kind: "loading", ...progress }));
+      // Who comes back has a place already, and waits for nobody else's.
+      if (!this.resumeToken) {
+        await loaded((progress) => run === this.run && onStatus({ kind: "loading", ...progress }));
+      }
       if (run !== this.run) return;
       onStatus({ kind: "connecting" });
       const made = await admit(this.wants, this.resumeToken);

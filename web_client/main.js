@@ -140,7 +140,7 @@ function onMessage(message) {
       break;
     case "state":
       setState(message.state, message.reason);
-      presence.resumeIfSeen();
+      presence.onState();
       video.onState(message.state);
       showState();
       break;

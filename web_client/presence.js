@@ -23,19 +23,20 @@ export class Presence {
   }
 
   onVisibility() {
-    const { connection, state, onSeen } = this.page;
-    if (!document.hidden) onSeen();
-    if (document.hidden && state() === "RUNNING" && connection.wants.role !== "viewer") {
-      session.set(HIDDEN_KEY, "yes");
-      connection.send({ t: "pause", reason: "hidden" });
-    }
-    this.resumeIfSeen();
+    if (!document.hidden) this.page.onSeen();
+    this.onState();
   }
 
-  /** Call it after each change of the session's state. */
-  resumeIfSeen() {
+  /** Call it after each change of the session's state: it may have changed out of sight. */
+  onState() {
     const { connection, state } = this.page;
-    if (document.hidden || connection.wants.role === "viewer") return;
+    if (connection.wants.role === "viewer") return;
+    if (document.hidden) {
+      if (state() !== "RUNNING") return;
+      session.set(HIDDEN_KEY, "yes");
+      connection.send({ t: "pause", reason: "hidden" });
+      return;
+    }
     if (state() === "RUNNING") session.remove(HIDDEN_KEY);
     if (state() !== "PAUSED" || !session.get(HIDDEN_KEY)) return;
     connection.send({ t: "resume", reason: "visible" });

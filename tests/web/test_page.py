@@ -139,6 +139,17 @@ def test_lost_socket_is_said_and_the_page_returns_to_the_same_world(
     page.wait_for_selector("#overlay", state="hidden")
 
 
+def test_page_returns_to_its_world_while_another_place_is_made_ready(
+    page: Page, service: FakeService
+) -> None:
+    play(page, service)
+    service.loading = server.Loading(stage="weights", percent=40, seconds=12)
+    service.close_socket(1012)
+    until(lambda: len(service.created) == 2)
+    assert service.created[-1]["resume"].startswith("resume-")
+    page.wait_for_selector("body[data-state=READY]")
+
+
 def test_wish_without_a_connection_is_asked_for_after_it(page: Page, service: FakeService) -> None:
     play(page, service)
     service.refusal = ErrorCode.NOT_READY
@@ -303,6 +314,15 @@ def test_hidden_page_pauses_and_goes_on(page: Page, service: FakeService) -> Non
         "document.dispatchEvent(new Event('visibilitychange'))"
     )
     until(lambda: service.messages("resume"))
+
+
+def test_world_that_goes_on_out_of_sight_is_paused(page: Page, service: FakeService) -> None:
+    play(page, service)
+    page.evaluate(RELEASES["hidden"])
+    until(lambda: len(service.messages("pause")) == 1)
+    service.set_state(SessionState.PAUSED, "hidden")
+    service.set_state(SessionState.RUNNING, "reconnected")
+    until(lambda: len(service.messages("pause")) == 2)
 
 
 def test_shortcuts_of_the_browser_and_typed_text_move_nothing(
