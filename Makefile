@@ -68,7 +68,7 @@ lint: setup
 	@$(BIN)/ruff check $(PACKAGES)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/codespell $(wildcard *.md docs/*.md) Makefile pyproject.toml $(PACKAGES) web_client
+	@$(BIN)/codespell $(wildcard *.md engine/*.md miniworld/*.md) Makefile pyproject.toml $(PACKAGES) web_client
 
 # One thread a worker: two workers with two threads each only wait for each other on two cores.
 test: lint

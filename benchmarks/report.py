@@ -23,7 +23,7 @@ from miniworld.evaluation.figures import Figure
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 MODEL_CARD = ROOT / "miniworld" / "README.md"
-H3_GUIDE = ROOT / "docs" / "h3_33b.md"
+H3_GUIDE = ROOT / "engine" / "h3_33b.md"
 LIVE_RECORDS = ROOT / "benchmarks" / "live.jsonl"
 SPEED_RECORDS = ROOT / "benchmarks" / "engine.jsonl"
 LADDER_PICTURES = ROOT / "benchmarks" / "pictures"

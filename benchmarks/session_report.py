@@ -1,4 +1,4 @@
-"""Sessions in docs/h3_33b.md: what was measured from the start to the steady window.
+"""Sessions in engine/h3_33b.md: what was measured from the start to the steady window.
 
 Owns which records stand there and how they are rounded. Invariant: of records that agree in what
 was run, the last one counts.
