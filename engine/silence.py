@@ -15,10 +15,12 @@ import json
 import logging
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -60,16 +62,28 @@ def silence_latents(source: str | Path, config: ModelConfig, *, kept_in: Path) -
     if not kept.exists():
         _log.info("silence_encoding source=%s", path)
         silence_GCT = _encode(path, files, config)
-        kept_in.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(f".{os.getpid()}.part")
-        save_file({TENSOR: silence_GCT}, part)
-        part.replace(kept)
+        _keep(kept, silence_GCT)
+        return silence_GCT
     return _read(kept, config)
 
 
 def hash_of_latents(silence_GCT: Tensor) -> str:
     """Return what tells one silence from another, beside the hash of the weights."""
     return hashlib.sha256(silence_GCT.view(torch.int16).numpy().tobytes()).hexdigest()
+
+
+def _keep(path: Path, silence_GCT: Tensor) -> None:
+    """Write a file; a folder that takes none is done without, with a warning."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({TENSOR: silence_GCT}, part)
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        _log.warning("silence_not_kept path=%s: %s", path, error)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def _read(path: Path, config: ModelConfig) -> Tensor:

@@ -26,12 +26,11 @@ from vae_stream.geometry import SPATIAL_RATIO
 from vae_stream.pixels import to_imagenet
 from vae_stream.tiling import Tiling, plan_tiles
 from vae_stream.vit import H3_LATENTS_MEAN, H3_LATENTS_STD, exact_convolutions
-from vae_stream.vit_weights import latent_statistics, read_settings
+from vae_stream.vit_weights import ENCODER_PARTS, latent_statistics, read_settings
 from vae_stream.weight_files import WeightFiles, copy_tensor
 
 POSTERIOR_SEED = 42
 """Of the draw for a conditioning picture, whatever the session's seed."""
-_PARTS = ("encoder.", "quant_conv.")
 _BLOCK = re.compile(r"encoder\.down\.(\d+)\.block\.(\d+)\.")
 _LOG_VARIANCE_LIMITS = (-30.0, 20.0)
 _DIFFUSERS_NAMES = (
@@ -239,7 +238,7 @@ def load_h3_encoder(
     Raises:
         ValueError: a tensor is missing, left over or of another shape.
     """
-    stored = {_our_name(name): name for name in files.shapes if name.startswith(_PARTS)}
+    stored = {_our_name(name): name for name in files.shapes if name.startswith(ENCODER_PARTS)}
     with torch.device("meta"):
         network = H3Encoder(_config(files, stored), tiling=tiling, posterior=posterior)
     network = network.to_empty(device=device)
@@ -247,7 +246,7 @@ def load_h3_encoder(
     parameters = dict(network.named_parameters())
     files.check_names(
         (stored.get(name, name) for name in parameters),
-        ignored=[name for name in files.shapes if not name.startswith(_PARTS)],
+        ignored=[name for name in files.shapes if not name.startswith(ENCODER_PARTS)],
     )
     for name, parameter in parameters.items():
         source = stored[name]

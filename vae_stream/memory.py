@@ -21,14 +21,11 @@ from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
 from vae_stream.opening import CUDA_TILE_BATCH
 from vae_stream.tiling import Tiling, plan_tiles
 from vae_stream.vit import Vit, VitConfig
-from vae_stream.vit_weights import VitLayout, read_vit_config, vit_layout
+from vae_stream.vit_weights import ENCODER_PARTS, VitLayout, read_vit_config, vit_layout
 from vae_stream.weight_files import WeightFiles
 from vae_stream.windows import WINDOW_LATENTS
 
 _FLOAT_BYTES = 4
-_TILE_PX = 256
-"""Side of a tile, see `tiling.Tiling`."""
-_ENCODER = ("encoder.", "quant_conv.")
 _PAIR = 2
 """Latents that are decoded together at most."""
 _CONV_CHANNELS = 128
@@ -59,7 +56,7 @@ def decoder_memory(
     files = WeightFiles(source)
     layout = vit_layout(files.shapes)
     if layout is None:
-        count = _numbers(files, lambda name: not name.startswith(_ENCODER))
+        count = _numbers(files, lambda name: not name.startswith(ENCODER_PARTS))
         return tiny_memory(count, dtype=dtype, height_px=height_px, width_px=width_px)
     config = read_vit_config(files, layout)
     if layout == VitLayout.CAUSAL or mode in tuple(Mode):
@@ -69,7 +66,7 @@ def decoder_memory(
 
 def encoder_memory(source: Path, *, height_px: int, width_px: int) -> CodecMemory:
     """Size of the picture encoder whose weights lie in a folder or file; it computes in fp32."""
-    count = _numbers(WeightFiles(source), lambda name: name.startswith(_ENCODER))
+    count = _numbers(WeightFiles(source), lambda name: name.startswith(ENCODER_PARTS))
     return picture_memory(count, height_px=height_px, width_px=width_px)
 
 
@@ -120,7 +117,8 @@ def windowed_memory(
 
 def picture_memory(parameter_count: int, *, height_px: int, width_px: int) -> CodecMemory:
     """Size of a picture encoder in fp32, one tile of the picture at a time."""
-    tile = min(height_px, _TILE_PX) * min(width_px, _TILE_PX)
+    plan = plan_tiles(height_px, width_px, Tiling())
+    tile = plan.rows.size * plan.columns.size
     return CodecMemory(
         weights=parameter_count * _FLOAT_BYTES,
         state=0,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ _EMBEDDERS = {
     "decoder.x_embedder.weight": "original",
     "decoder.proj_in.weight": "diffusers",
 }
-_ENCODER = ("encoder.", "quant_conv.")
+ENCODER_PARTS = ("encoder.", "quant_conv.")
+"""Names beside a decoder begin so."""
 _BLOCK = re.compile(r"(?:decoder\.transformer_blocks|blocks)\.(\d+)\.")
 
 
@@ -109,7 +110,7 @@ def load_vit(files: WeightFiles, *, dtype: torch.dtype, device: torch.device | s
     vit.reset_statistics()
     parameters = dict(vit.named_parameters())
     wanted = [stored for name in parameters for stored in _stored(name, layout)]
-    beside = [name for name in files.shapes if name.startswith(_ENCODER)]
+    beside = [name for name in files.shapes if name.startswith(ENCODER_PARTS)]
     files.check_names(wanted, ignored=[*beside, "decoder.mask_token"])
     for name, parameter in parameters.items():
         stored = _stored(name, layout)
@@ -125,21 +126,6 @@ def load_vit(files: WeightFiles, *, dtype: torch.dtype, device: torch.device | s
             parameter, _ours(name, parts, config, layout), name=name, file=files.file_of(stored[0])
         )
     return vit.eval().requires_grad_(False)
-
-
-def diffusers_tensors(vit: Vit) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a decoder as diffusers names and orders them."""
-    config = vit.config
-    for name, tensor in vit.state_dict().items():
-        stored = _stored(name, VitLayout.DIFFUSERS)
-        if len(stored) == 3:
-            heads = tensor.unflatten(0, (config.head_count, 3, config.head_width))
-            parts = [part.flatten(0, 1) for part in heads.unbind(1)]
-        elif ".ff.w1." in name:
-            parts = [tensor.roll(config.ffn_width, 0)]
-        else:
-            parts = [tensor]
-        yield from zip(stored, parts, strict=True)
 
 
 def _stored(name: str, layout: VitLayout) -> tuple[str, ...]:

@@ -84,6 +84,12 @@ def test_it_is_computed_once_and_serves_without_the_public_class(
         silence_latents(folder, CONFIG, kept_in=tmp_path / "other")
 
 
+def test_it_serves_where_nothing_can_be_kept(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first = silence_latents(folder, CONFIG, kept_in=tmp_path / "file" / "kept")
+    assert torch.equal(silence_latents(folder, CONFIG, kept_in=tmp_path / "kept"), first)
+
+
 def test_an_engine_begins_its_worlds_with_the_silence_of_its_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vae_stream.vit import Vit, VitConfig
-from vae_stream.vit_weights import VitLayout, diffusers_tensors
+from vae_stream.vit_weights import VitLayout
 
 CONFIG = VitConfig(layer_count=2, head_count=2, ffn_width=96)
 
@@ -41,9 +41,9 @@ def random_vit(config: VitConfig = CONFIG, seed: int = 0) -> Vit:
 
 def tensors_in(vit: Vit, layout: VitLayout) -> dict[str, Tensor]:
     """Return a decoder's tensors as a release stores them, written here by hand."""
-    if layout == VitLayout.DIFFUSERS:
-        return dict(diffusers_tensors(vit))
     tensors = dict(vit.state_dict())
+    if layout == VitLayout.DIFFUSERS:
+        return _as_diffusers(tensors, vit.config)
     if layout == VitLayout.CAUSAL:
         return tensors
     stored = {
@@ -52,6 +52,26 @@ def tensors_in(vit: Vit, layout: VitLayout) -> dict[str, Tensor]:
         for name, tensor in tensors.items()
     }
     return stored | {"decoder.mask_token": torch.zeros(1, 1, vit.config.width)}
+
+
+def _as_diffusers(tensors: Mapping[str, Tensor], config: VitConfig) -> dict[str, Tensor]:
+    """Queries, keys and values apart, the value before the gate."""
+    stored: dict[str, Tensor] = {}
+    for ours, tensor in tensors.items():
+        name = ours if ours.startswith("post_quant_conv") else f"decoder.{ours}"
+        for old, new in (
+            ("decoder.blocks.", "decoder.transformer_blocks."), ("x_embedder.", "proj_in."),
+            (".to_out.", ".to_out.0."), (".ff.w1.", ".ff.net.0.proj."), (".ff.w2.", ".ff.net.2."),
+        ):  # fmt: skip
+            name = name.replace(old, new)
+        if ".to_qkv." in name:
+            heads = tensor.unflatten(0, (config.head_count, 3, config.head_width))
+            for letter, part in zip("qkv", heads.unbind(1), strict=True):
+                stored[name.replace("to_qkv", f"to_{letter}")] = part.flatten(0, 1)
+        else:
+            is_gated = ".ff.net.0." in name
+            stored[name] = tensor.roll(config.ffn_width, 0) if is_gated else tensor
+    return stored
 
 
 def write_folder(

@@ -5,8 +5,9 @@
 Owns `FusedCalls`. What lies between two attentions is one compiled function of tensors, so that the
 same code serves all layers; attention and its placing are the operators of `window_attention`. All
 that depends on the moment is derived on the device from a clock, so a graph serves every call.
-Precision is that of `plain` with one difference: in bf16 the head is a product of high and low
-parts with fp32 sums, which leaves out 2^-16 of each term.
+Precision is that of `plain` with two differences in bf16: the head is a product of high and low
+parts with fp32 sums, which leaves out 2^-16 of each term; and a product is rounded before its bias
+is added, which mostly is in fp32.
 
 Legend: R rows (tokens of C latents, then the suffix), F latent channels or 3D, D width, P values of
 a token's pixels, H height, W width in tokens, T frames.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -121,6 +123,7 @@ def test_a_long_stream_allocates_nothing_and_waits_for_nothing(mode: Mode) -> No
     state = decoder.new_state()
     for latent in [*z, *z]:
         decoder.push(state, latent)
+    gc.collect()  # what other tests left, which would go at any time
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
     torch.cuda.set_sync_debug_mode("error")
@@ -139,6 +142,7 @@ def test_a_long_stream_allocates_nothing_and_waits_for_nothing(mode: Mode) -> No
 
 def test_memory_of_a_state_is_as_computed() -> None:
     decoder = opened(Mode.PAIR, Form.RECORDED, torch.bfloat16)
+    gc.collect()
     before = torch.cuda.memory_allocated()
     state = decoder.new_state()
     # Each of four tensors is rounded up to 512 bytes.
