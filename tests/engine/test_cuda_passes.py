@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -96,6 +97,7 @@ def test_a_long_walk_allocates_nothing_and_waits_for_nothing():
     actions = [random_action(index) for index in range(SOAK_CHUNKS)]
     for index in range(20):  # the shorter windows are recorded, and nothing after them
         engine.step(rollout, actions[index])
+    gc.collect()  # what other tests left, which would go at any time
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
     torch.cuda.set_sync_debug_mode("error")
@@ -148,7 +150,11 @@ begin_s = time.perf_counter()
 config = EngineConfig(device="cuda", dtype="bfloat16", compile="full")
 Engine.from_random(tiny_config(), config).warm_up()
 inductor = torch._dynamo.utils.counters["inductor"]
-print(json.dumps({"s": time.perf_counter() - begin_s, "hits": inductor["fxgraph_cache_hit"]}))
+print(json.dumps({
+    "s": time.perf_counter() - begin_s,
+    "hits": inductor["fxgraph_cache_hit"],
+    "misses": inductor["fxgraph_cache_miss"],
+}))
 """
 
 
@@ -161,5 +167,7 @@ def test_the_second_start_finds_compiled_code(tmp_path):
             check=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         starts.append(json.loads(done.stdout.splitlines()[-1]))
-    assert starts[1]["hits"] == 2
+    # Both passes, and the little that is compiled to see whether anything can be.
+    assert starts[1]["hits"] == starts[0]["misses"] == 3
+    assert starts[1]["misses"] == 0
     assert starts[1]["s"] < 0.7 * starts[0]["s"], starts

@@ -15,7 +15,11 @@ from engine.quant import Fp8Linear
 from tests.tiny import random_action, random_anchor, tiny_config
 from tests.tolerances import FUSED_ROLLOUT_RATIO
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The compiler gives advice about settings that would change the numbers.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+]
 
 # Seven chunks: the window slides, so history keys are rotated from their raw form.
 CHUNKS = 7

@@ -18,7 +18,11 @@ from tests.adapters import adapted_names, peft_keys, random_factors, write_adapt
 from tests.released import original_state, released_state, write_sharded
 from tests.tiny import random_action, random_anchor, tiny_config, unpacked_model
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # The compiler gives advice about settings that would change the numbers.
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+]
 
 CONFIG = tiny_config()
 CUDA = torch.device("cuda")
