@@ -168,6 +168,6 @@ def test_the_second_start_finds_compiled_code(tmp_path):
         )  # fmt: skip
         starts.append(json.loads(done.stdout.splitlines()[-1]))
     # Both passes, and the little that is compiled to see whether anything can be.
-    assert starts[1]["hits"] == starts[0]["misses"] == 3
+    assert starts[1]["hits"] == starts[0]["misses"] >= 3
     assert starts[1]["misses"] == 0
     assert starts[1]["s"] < 0.7 * starts[0]["s"], starts
