@@ -17,17 +17,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from engine.checkpoint.adapters import Adapter
 from engine.checkpoint.shards import read_shard, write_shard
 from engine.checkpoint.source import Source
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.errors import CheckpointError, UnsupportedError
 from engine.kernels.fp8_linear import WIDTH_MULTIPLE
 from engine.lora import change_weights, install_adapter, merged
 from engine.model.dit import MiniMaxH3Transformer
-from engine.quant import Fp8Linear, quantize_, refusal, scheme_of, whole_groups
+from engine.quant import Fp8Linear, check_blocks, quantize_, refusal, scheme_of, whole_groups
 
 _FORM = 1
 """Raised when the same weights would give other codes."""
@@ -147,10 +148,23 @@ def prepare_linears(
     if adapter is not None:
         change_weights(model, adapter)
     if config.linear != "bf16":
+        check_linears(config.linear, model.config, model.proj_in.weight.device, model.dtype)
         _quantize(model, config.linear, adapter, cache)
     if adapter is not None:
         assert config.lora_mode != "auto"
         install_adapter(model, adapter, config.lora_mode)
+
+
+def check_linears(name: str, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a scheme that could not be followed, before weights are read.
+
+    Raises: ConfigError for a scheme that is no such thing or names blocks that are not there,
+        UnsupportedError where eight bits do not run.
+    """
+    check_blocks(scheme_of(name), model.num_layers)
+    reason = None if name == "bf16" else refusal(device, dtype)
+    if reason is not None:
+        raise UnsupportedError(f"linear is {name!r}; allowed here: 'bf16', because {reason}")
 
 
 def kept_fp8(source: Source, config: EngineConfig, adapter: Adapter | None) -> frozenset[str]:
@@ -172,9 +186,6 @@ def _quantize(
     model: MiniMaxH3Transformer, name: str, adapter: Adapter | None, cache: QuantCache | None
 ) -> None:
     """Put linears into eight bits and log what that costs."""
-    reason = refusal(model.proj_in.weight.device, model.dtype)
-    if reason is not None:
-        raise UnsupportedError(f"linear is {name!r}; allowed here: 'bf16', because {reason}")
 
     def widen(linear: str, weight_NK: Tensor) -> Tensor:
         assert adapter is not None

@@ -40,7 +40,7 @@ from engine.device import (
     use,
 )
 from engine.errors import CheckpointError, ConfigError
-from engine.linears import QuantCache, kept_fp8, prepare_linears
+from engine.linears import QuantCache, check_linears, kept_fp8, prepare_linears
 from engine.lora import adapter_of, adapter_parts, resolve_mode
 from engine.memory import DtypeName, MemoryPart, MemoryPlan, choose_plan
 from engine.model.dit import MiniMaxH3Transformer
@@ -120,6 +120,7 @@ def pretrained_parts(
         files=files,
         adapter=adapter,
     )
+    check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
     config = _with_lora_mode(config, adapter, world_size)
     weights_hash = _adapted_hash(known_hash or sampled_hash(weights), adapter)
     cache = QuantCache(CACHE_FOLDER.expanduser() / "linears", weights_hash, config)
@@ -223,6 +224,8 @@ def random_parts(
     config, choice = _resolve_memory(
         model_config, config, device, sizes, world_size=world_size, files=files, adapter=adapter
     )
+    check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
+    config = _with_lora_mode(config, adapter, world_size)
     model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -231,7 +234,6 @@ def random_parts(
     words.embedding.weight.data.normal_(0.0, 0.5, generator=generator)
     prompts = None if files is None else _prompts(files, model_config, config, device)
     text_encoder: PromptEncoder = words if prompts is None else prompts
-    config = _with_lora_mode(config, adapter, world_size)
     prepare_linears(model, config, adapter=adapter)
     label = f"random {seed} {model_config.to_json()}"
     model_hash = "random-" + hashlib.sha256(label.encode()).hexdigest()

@@ -188,9 +188,7 @@ def quantize_(
     Raises: ConfigError for blocks that the model does not have.
     """
     count = model.config.num_layers
-    for rule in scheme:
-        if rule.blocks is not None and rule.blocks[1] >= count:
-            raise ConfigError(f"blocks are {rule.blocks}; this model has 0 to {count - 1}")
+    check_blocks(scheme, count)
     layers, skipped, ready, sizes = [], {}, [], [0, 0]
     for index in range(count):
         for linear, places in block_linears(model.block(index)).items():
@@ -225,6 +223,13 @@ def quantize_(
         before_gib=sizes[0] / _GIB,
         after_gib=sizes[1] / _GIB,
     )
+
+
+def check_blocks(scheme: Scheme, count: int) -> None:
+    """Raises: ConfigError for blocks that a model of ``count`` blocks does not have."""
+    for rule in scheme:
+        if rule.blocks is not None and rule.blocks[1] >= count:
+            raise ConfigError(f"blocks are {rule.blocks}; this model has 0 to {count - 1}")
 
 
 def block_linears(block: TransformerBlock) -> dict[LinearName, list[tuple[nn.Module, str]]]:

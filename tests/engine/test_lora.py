@@ -361,6 +361,20 @@ def test_a_file_that_another_process_removes_is_no_trouble(
     assert [each for each in cache.iterdir() if each.is_file()]
 
 
+@pytest.mark.parametrize("is_random", [False, True], ids=["folder", "random"])
+def test_a_scheme_for_other_blocks_is_refused_before_weights_are_there(
+    folder, tmp_path, cache, monkeypatch, is_random
+) -> None:
+    scheme = tmp_path / "scheme.json"
+    scheme.write_text(json.dumps([{"format": "fp8_rowwise", "blocks": [0, 99]}]))
+    config = dataclasses.replace(BF16, linear=str(scheme))
+    for name in ("load_model", "empty_model"):
+        monkeypatch.setattr(loading, name, None)
+    source, start = (CONFIG, Engine.from_random) if is_random else (folder, Engine.from_pretrained)
+    with pytest.raises(ConfigError, match=r"blocks are \(0, 99\); this model has 0 to"):
+        start(source, config)
+
+
 def test_a_damaged_file_is_made_again(folder, scheme, cache) -> None:
     config = dataclasses.replace(BF16, linear=scheme)
     first = _roll(Engine.from_pretrained(folder, config))
