@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.rollout import Rollout
     from engine.types import Action, StepTimings
+    from stream.decode_lane import DecodeLane
     from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
 
 LATENTS_PER_CHUNK = len(FRAMES_PER_LATENT)
@@ -97,6 +98,7 @@ class ModelWorld:
         decoder: None makes latents only.
         anchor_BCTHW: latent of the picture.
         picture_HWC: the picture, uint8 RGB, for a prompt encoder that looks at it.
+        lane: of the decoder, for worlds that share it; None for one of its own.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class ModelWorld:
         *,
         anchor_BCTHW: Tensor,
         picture_HWC: Tensor | None = None,
+        lane: DecodeLane | None = None,
     ) -> None:
         from stream.decode_lane import DecodeLane
 
@@ -124,7 +127,7 @@ class ModelWorld:
         well, see `DecodeLane.start`."""
         self._engine = engine
         self._decoder: StreamingDecoder | None = decoder
-        self._lane = DecodeLane(engine.device)
+        self._lane = lane or DecodeLane(engine.device)
         self._anchor_BCTHW = anchor_BCTHW
         self._picture_HWC = picture_HWC
         self._rollout: Rollout | None = None

@@ -15,6 +15,7 @@ import torch
 from engine.config import preset
 from engine.device import present_memory, resolve_device
 from engine.errors import CheckpointError, StateError
+from stream.decode_lane import DecodeLane
 from stream.load_news import LoadNews
 from stream.plan_world import plan_world
 from stream.renderer import RendererWorld, scene_prompt
@@ -39,10 +40,13 @@ class Models:
     engine: Engine
     encoder: ImageEncoder
     decoder: StreamingDecoder | None
+    lane: DecodeLane
+    """Of the decoder: a world takes over memory in which the one before may still be decoded."""
     plan: MemoryPlan
 
     def close(self) -> None:
         """Free the engine and what the decoder keeps."""
+        self.lane.join()
         if self.decoder is not None:
             self.decoder.close()
         self.engine.close()
@@ -86,6 +90,7 @@ class ModelCache:
             models.decoder if with_frames else None,
             anchor_BCTHW=anchor_BCTHW,
             picture_HWC=rgb_HWC,
+            lane=models.lane,
         )
 
     @property
@@ -161,7 +166,13 @@ def load_models(spec: WorldSpec, news: LoadNews | None = None) -> Models:
     except BaseException:
         engine.close()
         raise
-    return Models(engine=engine, encoder=encoder, decoder=decoder, plan=planned.plan)
+    return Models(
+        engine=engine,
+        encoder=encoder,
+        decoder=decoder,
+        lane=DecodeLane(engine.device),
+        plan=planned.plan,
+    )
 
 
 def _decoder(

@@ -52,6 +52,15 @@ def _spec(weights: Path | str, preset_name: str = "tiny", **adapter: str) -> Wor
     )
 
 
+def test_worlds_of_the_same_models_share_the_way_of_their_decoder(folder: Path, image: str) -> None:
+    models, spec = ModelCache(), _spec(folder)
+    start = read_start(spec, image=image, scene=None)
+    one, other = (models.world(spec, start) for _ in range(2))
+    assert one is not other
+    assert one._lane is other._lane
+    models.close()
+
+
 def test_folder_of_weights_runs_and_replays(
     folder: Path, image: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
