@@ -272,7 +272,8 @@ class ActionMailbox:
         if state.forget_count != self._state.forget_count:
             self._look = state.forgotten_look
         self._state = state
-        is_fresh = now_ms - state.received_ms <= self._stale_ms
+        # A clock that was set back must not make what is held last until it has caught up.
+        is_fresh = abs(now_ms - state.received_ms) <= self._stale_ms
         held = set(_codes(state.held_bits)) if is_fresh else set()
         held |= self._take_presses(state)
         axes = held_axes({code: self._press_numbers.get(code, 0) for code in held})

@@ -111,9 +111,10 @@ class Gate:
                 # A browser always sends it; other clients prove themselves by the token.
                 return self.has_token(headers)
             return headers.get("sec-fetch-site", "none") in ("same-origin", "none")
-        if origin in self._settings.allowed_origins:
+        if origin in self._settings.allowed_origins or origin == f"https://{host}":
             return True
-        return origin in (f"http://{host}", f"https://{host}")
+        # Whoever can forge plain HTTP must not reach what is encrypted.
+        return origin == f"http://{host}" and scope.get("scheme") not in ("https", "wss")
 
     def has_token(self, headers: Headers) -> bool:
         """Whether the request carries the access token."""

@@ -25,6 +25,7 @@ import structlog
 from numpy.typing import NDArray
 
 from stream import pacing
+from stream.actions import wall_ms
 from stream.audience import Audience
 from stream.chunk_notice import Announcer, ChunkNotice
 from stream.media_events import MediaEvents, MediaSettings, MediaStats
@@ -151,7 +152,7 @@ class Media:
         `frame_HWC` has to stay as it is until `release` is called, which happens once: when the
         frame leaves or is dropped. Frames come in order.
         """
-        waiting = _Waiting(frame_HWC, meta, release, self._clock_s(), _wall_ms())
+        waiting = _Waiting(frame_HWC, meta, release, self._clock_s(), wall_ms())
         self._counts.published += 1
         if self._is_closed or meta.epoch < self._epoch:
             self._counts.stale += 1
@@ -289,7 +290,7 @@ class Media:
             self._timeline,
             decision,
             queued_ms=waiting.queued_ms,
-            now_ms=_wall_ms(),
+            now_ms=wall_ms(),
         )
         if told is not None:
             self._events.on_chunk(told)
@@ -323,7 +324,7 @@ class Media:
         self.audience.note_frame(self._last_s)
         self._adapt()
         wants = self._encoders.choose(self.audience.viewers)
-        created_ms = _wall_ms()
+        created_ms = wall_ms()
         pictures: dict[Stream, TimedPicture] = {}
         if wants:
             pictures = await self._encoders.encode(waiting.frame_HWC, decision.pts90, wants)
@@ -414,7 +415,3 @@ class Media:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("pacing_failed", exc_info=error)
             self._events.on_failed()
-
-
-def _wall_ms() -> float:
-    return time.time() * 1e3

@@ -36,7 +36,7 @@ class MediaSettings:
 class MediaEvents:
     """What media tells its session; every method is called on the loop and returns at once."""
 
-    def on_chunk(self, schedule: ChunkNotice) -> None:
+    def on_chunk(self, notice: ChunkNotice) -> None:
         """A chunk begins, or its times moved; before the frames concerned are sent."""
 
     def on_origin(self, viewer_id: str, gen: int, origin: int) -> None:

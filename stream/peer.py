@@ -28,6 +28,7 @@ from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription, candidate_from_sdp
 
 from stream import aiortc_access
+from stream.protocol import CANDIDATE_LIMIT, SDP_LIMIT
 from stream.rate_control import Feed
 from stream.send_watch import SendWatch
 from stream.video_encoder import Codec
@@ -36,8 +37,6 @@ from stream.video_track import VideoTrack
 ANSWER_S = 1.0
 CONNECT_S = 10.0
 CLOSE_S = 2.0
-SDP_LIMIT = 32 * 1024
-CANDIDATE_LIMIT = 40
 ACT_LABEL = "act"
 """Of the one data channel that a browser may open."""
 MIME_TYPES: dict[str, Codec] = {"video/h264": Codec.H264, "video/vp8": Codec.VP8}

@@ -48,7 +48,7 @@ KEY_CODES = (
 
 
 class SessionState(StrEnum):
-    """States of a session; the table is in `stream.sessions`."""
+    """States of a session; the table is in `stream.session_states`."""
 
     QUEUED = "QUEUED"
     WARMING = "WARMING"

@@ -22,6 +22,8 @@ from stream.snapshots import SNAPSHOT_SUFFIX
 from stream.worker_messages import SessionStarted
 
 EXPORTS_AT_A_TIME = 2
+DOWNLOADS_OF_A_SESSION = 2
+"""At a time: each is a copy of everything that was recorded."""
 
 log = structlog.get_logger(__name__)
 
@@ -71,17 +73,21 @@ class SessionFiles:
         """MP4 of what a session showed so far; the caller removes it after it was sent.
 
         Raises:
-            ProtocolError: NO_SESSION where there is no recording.
+            ProtocolError: NO_SESSION where there is no recording, RATE_LIMIT for too many at once.
         """
+        if sum(1 for _ in self._downloads.glob(f"{session_id}*")) >= DOWNLOADS_OF_A_SESSION:
+            raise ProtocolError(ErrorCode.RATE_LIMIT, "downloads", retry_ms=5_000)
         made = self.records / f"{session_id}.mp4"
         copy = self._downloads / f"{session_id}-{secrets.token_hex(6)}.mp4"
         try:
+            copy.touch()  # takes its place while it waits
             async with self._exports:
                 if made.is_file():
                     await asyncio.to_thread(shutil.copyfile, made, copy)
                 else:
                     await asyncio.to_thread(export_mp4, self.growing(session_id), copy)
         except OSError as error:
+            copy.unlink(missing_ok=True)
             raise ProtocolError(ErrorCode.NO_SESSION, f"no recording: {error}") from error
         return copy
 

@@ -426,4 +426,16 @@ class WorkerHandle:
     def _spawn_task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        """Without its watch or restart a worker would be missed by nobody: give it up aloud."""
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        _log.error("supervisor_failed", exc_info=error)
+        self._is_lost = True
+        detail = f"{type(error).__name__} in the supervisor; see the log"
+        self._reports.put_nowait(
+            Failed(session_id=None, code=FailureCode.LOAD_FAILED, is_fatal=True, detail=detail)
+        )

@@ -243,8 +243,8 @@ class Failed:
     session_id: str | None
     code: FailureCode
     is_fatal: bool
-    """Whether the worker is gone for good; otherwise only the session ended, or, for WORKER_DIED
-    and GEN_TIMEOUT, a new worker goes on with it from its trace."""
+    """Whether the worker is gone for good; otherwise only the session ended, or, for WORKER_DIED,
+    a new worker goes on with it from its trace."""
     detail: str
 
 

@@ -128,6 +128,13 @@ def test_an_old_snapshot_counts_as_empty(writer: ActionMailbox, reader: ActionMa
     assert stale.act_seq == 7
 
 
+def test_a_snapshot_of_a_clock_that_was_set_back_counts_as_empty(
+    writer: ActionMailbox, reader: ActionMailbox
+) -> None:
+    writer.post(_snapshot(1, "KeyW", at_ms=NOW + 3_600_000.0))
+    assert _latched(reader) == {}
+
+
 def test_older_sequence_numbers_are_dropped_and_counted(
     writer: ActionMailbox, reader: ActionMailbox
 ) -> None:

@@ -25,6 +25,7 @@ def _code(
     bodies: Iterable[bytes] = (b"{}",),
     *,
     path: str = SESSIONS,
+    scheme: str = "http",
     is_endless: bool = False,
     **headers: str,
 ) -> ErrorCode:
@@ -41,6 +42,7 @@ def _code(
         "type": "http",
         "method": "POST",
         "path": path,
+        "scheme": scheme,
         "query_string": b"",
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
     }
@@ -83,3 +85,18 @@ def test_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_length_is_read_with_care(length: str, code: ErrorCode) -> None:
     assert _code(content_length=length) is code
+
+
+@pytest.mark.parametrize(
+    ("origin", "scheme", "code"),
+    [
+        ("http://localhost", "http", NOT_STARTED),
+        ("https://localhost", "http", NOT_STARTED),  # a proxy has the encryption
+        ("https://localhost", "https", NOT_STARTED),
+        ("http://localhost", "https", ErrorCode.FORBIDDEN_ORIGIN),
+        ("http://localhost:81", "http", ErrorCode.FORBIDDEN_ORIGIN),
+        ("null", "http", ErrorCode.FORBIDDEN_ORIGIN),
+    ],
+)
+def test_only_pages_of_the_service_may_write(origin: str, scheme: str, code: ErrorCode) -> None:
+    assert _code(origin=origin, scheme=scheme) is code

@@ -15,7 +15,8 @@ from aiortc.rtp import (
 from aiortc.sdp import SessionDescription
 
 from stream import aiortc_access
-from stream.peer import CANDIDATE_LIMIT, SDP_LIMIT, IceSettings, OfferError, Peer, PeerEvents
+from stream.peer import IceSettings, OfferError, Peer, PeerEvents
+from stream.protocol import CANDIDATE_LIMIT, SDP_LIMIT
 from stream.rate_control import Feed
 from stream.video_encoder import Codec, EncodedFrame, VideoEncoder
 from tests.stream.rtc_browser import HOSTS, Dropper, RtcBrowser

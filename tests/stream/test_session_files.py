@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stream import session_files
+from stream.error_codes import ErrorCode, ProtocolError
 from stream.recording import Recording
 from stream.session_files import SessionFiles
 from stream.video_encoder import Codec, EncodedFrame, VideoEncoder
@@ -77,6 +78,36 @@ def test_a_recording_of_nothing_leaves_nothing(tmp_path: Path) -> None:
     Recording(files.growing("a"), width_px=64, height_px=48, fps=24.0).finish()
     asyncio.run(files.complete("a"))
     assert not list(tmp_path.iterdir())
+
+
+def test_downloads_of_a_session_are_bounded() -> None:
+    async def scenario() -> None:
+        files = SessionFiles(None)
+        _record(files.growing("a"))
+        _record(files.growing("b"))
+        made = await asyncio.gather(
+            *(files.download("a") for _ in range(4)), return_exceptions=True
+        )
+        sent = [each for each in made if isinstance(each, Path)]
+        refused = [each.code for each in made if isinstance(each, ProtocolError)]
+        assert (len(sent), refused) == (2, [ErrorCode.RATE_LIMIT] * 2)
+        assert (await files.download("b")).stat().st_size
+        sent[0].unlink()
+        assert (await files.download("a")).stat().st_size
+        await files.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_download_of_nothing_leaves_nothing() -> None:
+    async def scenario() -> None:
+        files = SessionFiles(None)
+        for _ in range(3):
+            with pytest.raises(ProtocolError, match="NO_SESSION"):
+                await files.download("a")
+        await files.close()
+
+    asyncio.run(scenario())
 
 
 def test_the_copy_of_a_picture_goes_with_the_last_session_that_began_with_it() -> None:

@@ -262,6 +262,22 @@ def test_a_worker_that_cannot_load_is_not_started_again(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_supervisor_that_fails_gives_the_worker_up_aloud(tmp_path: Path) -> None:
+    async def no_process() -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        handle = WorkerHandle(WorkerConfig(world=SPEC, trace_folder=tmp_path), limits=QUICK)
+        handle._spawn = no_process  # type: ignore[method-assign]
+        handle._spawn_task(handle._restart())
+        report = await anext(handle.messages())
+        assert isinstance(report, Failed)
+        assert report.is_fatal
+        await handle.close()
+
+    asyncio.run(scenario())
+
+
 def test_the_side_of_the_service_loads_no_torch() -> None:
     code = "import sys, stream.supervisor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
