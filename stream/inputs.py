@@ -1,4 +1,4 @@
-"""Actions of one socket as snapshots of its session, and their latency as the browser saw it.
+"""Actions of one socket as snapshots of its session, and their age until they show.
 
 Owns clocks of browsers, and the joints between sockets: a page that was loaded anew counts mouse
 motion and edges from zero again, while the session's mailbox goes on. Pure; times are milliseconds,
@@ -101,6 +101,28 @@ class BrowserClock:
         None before the first message.
         """
         return ct_ms + min(self._behind_ms) if self._behind_ms else None
+
+
+class LatchAge:
+    """How old the newest action is when a chunk takes it; chunks without a new one say nothing."""
+
+    def __init__(self) -> None:
+        self.newest_ms: float | None = None
+        """When an action was taken last; None before the first."""
+        self._acted_ms: float | None = None
+        self._latched_seq = 0
+
+    def acted(self, now_ms: float) -> None:
+        """The player did something."""
+        self._acted_ms = now_ms
+
+    def latched(self, act_seq: int, latch_ms: float) -> float | None:
+        """Age of what a chunk takes that shows every action up to `act_seq`; None: nothing new."""
+        if self._acted_ms is None or act_seq <= self._latched_seq:
+            return None
+        self._latched_seq = act_seq
+        self.newest_ms = max(0.0, latch_ms - self._acted_ms)
+        return self.newest_ms
 
 
 class PhotonMeter:

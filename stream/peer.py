@@ -252,6 +252,9 @@ class Peer:
                 await self._pc.close()
         except TimeoutError:
             structlog.get_logger().warning("peer_close_slow", limit_s=CLOSE_S)
+        # aiortc trips over what it had not made yet when it refused an offer.
+        except AttributeError as error:
+            structlog.get_logger().warning("peer_close_failed", reason=str(error))
         self._enter("closed")
 
     def _handle_sent(self, pts90: int, send_ms: float) -> None:

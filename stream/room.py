@@ -22,7 +22,7 @@ from stream.actions import FRAMES_PER_CHUNK, wall_ms
 from stream.chunk_watch import ChunkWatch
 from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.info import CHUNK, latch_ms
-from stream.inputs import PhotonMeter, SessionInput
+from stream.inputs import LatchAge, PhotonMeter, SessionInput
 from stream.protocol import SessionState
 from stream.session_states import LIVE, TRANSITIONS, Event, Session
 from stream.sessions import Change
@@ -86,8 +86,7 @@ class Room:
         self._unanswered: dict[int, str | None] = {}
         """Commands that the worker has not answered: id, and the prompt of one that changes it."""
         self._warming_since_s = 0.0
-        self._last_act_ms = 0.0
-        self._act_lag_ms: float | None = None
+        self._latch_age = LatchAge()
         self._gen_ms: float | None = None
         self._watch = ChunkWatch()
         self._queue_told: server.Queue | None = None
@@ -231,7 +230,7 @@ class Room:
         if taken.new_edges:
             self._arrivals.append((act.seq, now_ms))
         if taken.has_content:
-            self._last_act_ms = now_ms
+            self._latch_age.acted(now_ms)
             is_paused = self.session.state is SessionState.PAUSED
             if taken.is_press or not is_paused:
                 self._around.registry.input(self.session, time.monotonic())
@@ -312,9 +311,9 @@ class Room:
             case SessionStarted():
                 self._started(report)
             case ChunkStarted():
-                if self._last_act_ms:
-                    self._act_lag_ms = max(0.0, report.latch_ms - self._last_act_ms)
-                    metrics.latch_age_s.observe(self._act_lag_ms / 1e3)
+                age_ms = self._latch_age.latched(report.act_seq, report.latch_ms)
+                if age_ms is not None:
+                    metrics.latch_age_s.observe(age_ms / 1e3)
             case ChunkDone():
                 made_ms = report.total_ms - report.ring_wait_ms
                 self._gen_ms = made_ms
@@ -464,7 +463,7 @@ class Room:
                     fps_out=stats.fps_out,
                     encode_ms=stats.encode_ms,
                     kbps=stats.kbps,
-                    act_lag_ms=self._act_lag_ms,
+                    act_lag_ms=self._latch_age.newest_ms,
                     dropped=stats.overflow_count + self.transports.dropped_count(viewer),
                     viewers=len(self.viewers),
                 )

@@ -3,7 +3,13 @@
 import pytest
 
 from stream.client_messages import Act
-from stream.inputs import MESSAGES_REMEMBERED, BrowserClock, PhotonMeter, SessionInput
+from stream.inputs import (
+    MESSAGES_REMEMBERED,
+    BrowserClock,
+    LatchAge,
+    PhotonMeter,
+    SessionInput,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -94,3 +100,14 @@ def test_clock_of_a_browser_that_was_set_is_learnt_anew() -> None:
     for _ in range(MESSAGES_REMEMBERED):
         clock.heard(1_000.0, 9_000.0)
     assert clock.server_ms(1_000.0) == 9_000.0
+
+
+def test_age_is_that_of_actions_that_are_new_to_their_chunk() -> None:
+    age = LatchAge()
+    assert (age.latched(0, 1_000.0), age.newest_ms) == (None, None)
+    age.acted(1_000.0)
+    assert age.latched(3, 1_040.0) == 40.0
+    assert age.latched(3, 61_000.0) is None  # nobody has touched anything for a minute
+    assert age.newest_ms == 40.0
+    age.acted(61_500.0)
+    assert age.latched(4, 61_400.0) == 0.0  # it came while the chunk began

@@ -1,6 +1,7 @@
 """WebRTC peers on 127.0.0.1: answers, codecs, origin of times, bad offers, clean ends."""
 
 import asyncio
+import re
 import socket
 
 import numpy as np
@@ -355,6 +356,7 @@ BAD_OFFERS = {
     "candidates": lambda sdp: (
         sdp + "a=candidate:1 1 udp 1 127.0.0.1 9 typ host\r\n" * (CANDIDATE_LIMIT + 1)
     ),
+    "sections run together": lambda sdp: re.sub("m=application.*\r\n", "", sdp),
     "no codec": lambda sdp: sdp.replace("VP8/90000", "XX/90000").replace("H264/90000", "YY/90000"),
 }
 
@@ -363,12 +365,14 @@ BAD_OFFERS = {
 def test_bad_offer_is_refused_and_freed(name):
     async def check():
         browser, server = RtcBrowser(), Server()
+        browser.pc.createDataChannel("act")
         offer = BAD_OFFERS[name](await browser.offer())
         with pytest.raises(OfferError) as caught:
             await server.peer.answer(offer, (Codec.H264, Codec.VP8))
         wanted = {"too long": "TOO_LARGE", "no codec": "RTC_CODEC"}.get(name, "BAD_MESSAGE")
         assert caught.value.code == wanted
         await server.peer.close()
+        assert server.states == ["closed"]
         await browser.close()
 
     run(check)
