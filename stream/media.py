@@ -199,10 +199,6 @@ class Media:
         recording = Recording(path, width_px=width_px, height_px=height_px, fps=self._fps)
         self.audience.record(recording)
 
-    def stop_recording(self) -> None:
-        """Complete the recording, if there is one."""
-        self.audience.record(None)
-
     def stats(self) -> MediaStats:
         """Figures of now."""
         counts, now_s = self._counts, self._clock_s()

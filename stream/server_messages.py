@@ -207,16 +207,6 @@ ServerMessage = Annotated[
 SERVER: TypeAdapter[Any] = TypeAdapter(ServerMessage)
 
 
-def parse_server(text: str) -> ServerMessage:
-    """Read a message of the server; for clients in Python.
-
-    Raises:
-        pydantic.ValidationError: it is none.
-    """
-    message: ServerMessage = SERVER.validate_json(text)
-    return message
-
-
 def err(code: ErrorCode, *, fatal: bool = False, retry_ms: int | None = None) -> Err:
     """Return the `err` message of a code with its fixed text."""
     return Err(code=code, msg=ERROR_TEXT[code], fatal=fatal, retry_ms=retry_ms)

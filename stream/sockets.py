@@ -53,7 +53,6 @@ class Socket:
         self._floods = TokenBucket(per_s=FLOOD_STRIKES / 60, burst=FLOOD_STRIKES)
         self._flood_told_s = 0.0
         self._closing: tuple[int, str] | None = None
-        self.dropped_video = 0
 
     @property
     def is_open(self) -> bool:
@@ -72,9 +71,8 @@ class Socket:
         self._wake.set()
 
     def send_video(self, frame: bytes) -> bool:
-        """Queue a video frame; False, and counted, where the queue is full."""
+        """Queue a video frame; False where the queue is full."""
         if not self.is_open or len(self._video) >= VIDEO_LIMIT:
-            self.dropped_video += 1
             return False
         self._video.append(frame)
         self._wake.set()

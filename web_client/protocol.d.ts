@@ -284,7 +284,7 @@ export interface SessionCreated {
   expires_at: number;
 }
 
-/** States of a session; the table is in `stream.sessions`. */
+/** States of a session; the table is in `stream.session_states`. */
 export type SessionState = "QUEUED" | "WARMING" | "READY" | "RUNNING" | "PAUSED" | "GRACE" | "DRAINING" | "FAILED" | "CLOSED";
 
 /** Answer to `GET /v1/sessions/{id}`. */

@@ -227,7 +227,7 @@ def test_recording_holds_what_was_shown(tmp_path):
         bench.media.record(tmp_path / "live.ts")
         bench.publish(20)
         await wait_for(lambda: bench.log.delivered.count(("recording", True)) == 20)
-        bench.media.stop_recording()
+        await bench.media.close()
         assert export_mp4(tmp_path / "live.ts", tmp_path / "live.mp4") == 20
 
     run(check)

@@ -132,7 +132,7 @@ def test_any_json_is_read_or_refused(value: Any, kind: str) -> None:
 
 def test_server_message_survives_a_round_trip() -> None:
     for message in (server.bye(ErrorCode.IDLE), server.err(ErrorCode.RATE_LIMIT, retry_ms=5)):
-        assert server.parse_server(protocol.encode(message)) == message
+        assert server.SERVER.validate_json(protocol.encode(message)) == message
 
 
 def test_every_code_has_a_text() -> None:
