@@ -75,7 +75,8 @@ class Api:
         self.reports: list[Report] = []
         # At 2,000 frames a second playback never holds the worker back.
         config = WorkerConfig(world=spec, trace_folder=folder, fps=2000.0, jit_margin_ms=0.0)
-        self._mailbox = ActionMailbox.attach(self.mailbox.name)
+        # On a machine that is busy a chunk may begin late; what is held counts all the same.
+        self._mailbox = ActionMailbox.attach(self.mailbox.name, stale_ms=60_000.0)
         self._ring = FrameRing.attach(self.ring.handle)
         worker = Worker(config, theirs, self._mailbox, self._ring, open_source)
         self.thread = threading.Thread(target=worker.run, daemon=True)
@@ -179,9 +180,7 @@ def test_frames_are_numbered_and_carry_what_they_show(api: Api) -> None:
 
 def test_the_action_is_taken_at_the_start_of_a_chunk(api: Api) -> None:
     api.start(is_paused=True)
-    api.mailbox.post(
-        ActionSnapshot(seq=41, held=frozenset({"KeyW"}), received_ms=wall_ms() + 60_000.0)
-    )
+    api.mailbox.post(ActionSnapshot(seq=41, held=frozenset({"KeyW"}), received_ms=wall_ms()))
     api.send(StepOnce(id=1))
     started = api.wait(ChunkStarted)
     api.wait(ChunkDone)
