@@ -305,8 +305,10 @@ class EngineConfig:
     compile: CompileChoice = "auto"
     """"full" compiles a pass over all blocks, "blocks" the halves of a block around attention; each
     at its first use, and kept on disk. "auto": full on CUDA where there are no fused kernels, which
-    leave a compiler nothing to fuse; off on a CPU, where it takes most of a minute for a few
-    percent."""
+    leave a compiler nothing to fuse; on a CPU blocks where `is_long_lived`, else off."""
+    is_long_lived: bool = False
+    """Whether it runs for so long that half a minute of compilation pays: beside a browser on two
+    cores a chunk of the small model then takes a tenth less."""
     graphs: bool | Literal["auto"] = "auto"
     """Record passes as CUDA graphs and replay them. The same bits. "auto": on CUDA."""
     attention: BackendName = "auto"

@@ -63,15 +63,19 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
             )
     compiling, graphs, kernels = config.compile, config.graphs, config.kernels
     why = None
-    if is_cuda and config.has_shortcuts and "auto" in (compiling, kernels):
+    pays = is_cuda or config.is_long_lived
+    if pays and config.has_shortcuts and "auto" in (compiling, kernels if is_cuda else "off"):
         why = _no_compiler(device)
         if why:
             _log.warning("compile_and_kernels_left_out device=%s: %s", device, why)
-    can_compile = is_cuda and config.has_shortcuts and why is None
+    can_compile = pays and config.has_shortcuts and why is None
     if kernels == "auto":
-        kernels = "fast" if can_compile and compiling in ("auto", "off") else "off"
+        can_fuse = is_cuda and can_compile and compiling in ("auto", "off")
+        kernels = "fast" if can_fuse else "off"
     if compiling == "auto":
-        compiling = "full" if can_compile and kernels == "off" else "off"
+        compiling = "off"
+        if can_compile and kernels == "off":
+            compiling = "full" if is_cuda else "blocks"
     if graphs == "auto":
         graphs = is_cuda and config.has_shortcuts
     _log.info(

@@ -96,10 +96,6 @@ class Replay:
     """merged, separate or fused, as it was."""
     qkv_layout: str = "auto"
     """interleaved or stacked, as it was."""
-    linear: str = "auto"
-    """bf16, fp8_rowwise or a json file, as it was."""
-    kernels: str = "auto"
-    """off, eager or fast, as it was."""
     verbose: bool = False
     """Log to stderr: as text in a terminal, else as JSON lines."""
     force: bool = False
@@ -127,8 +123,6 @@ class Replay:
             lora=self.lora,
             lora_mode=self.lora_mode,
             qkv_layout=self.qkv_layout,
-            linear=self.linear,
-            kernels=self.kernels,
         )
         if trace.is_torn or trace.end is None:
             _say("note: the trace broke off; replaying the chunks that it holds")
@@ -167,6 +161,8 @@ class Serve:
     """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, or a json file."""
     kernels: Text = None
     """Fused kernels and where they round: auto, off, eager or fast."""
+    compile: Text = None
+    """What is compiled at the first start: auto, off, blocks or full."""
     scene: Text = None
     """What a session begins with."""
     prompt_encoder: File = None

@@ -23,7 +23,7 @@ from miniworld.render import render
 from miniworld.scene import NAMED_SCENES, named_scene
 from miniworld.styles import style_for
 from miniworld.walks import Obstacles
-from stream.session import WorldState
+from stream.session import WorldSpeed, WorldState
 from stream.trace import Digest
 from vae_stream.decoder import FrameChunk
 
@@ -44,6 +44,7 @@ class RendererWorld:
     model_hash = "renderer"
     device = "cpu"
     dtype = "float32"
+    speed = WorldSpeed()
     note = ""
     is_finite = True
     state_bytes = 0

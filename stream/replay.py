@@ -53,8 +53,6 @@ def plan_replay(
     lora: str | None = None,
     lora_mode: str = "auto",
     qkv_layout: str = "auto",
-    linear: str = "auto",
-    kernels: str = "auto",
 ) -> ReplayPlan:
     """Check a trace and its first picture before torch or weights are loaded.
 
@@ -68,8 +66,6 @@ def plan_replay(
         lora: where the adapter is now.
         lora_mode: as it was used.
         qkv_layout: as the weights were read.
-        linear: as the products were.
-        kernels: as they were.
 
     Raises:
         ConfigError: names what does not fit.
@@ -89,8 +85,9 @@ def plan_replay(
         lora=lora,
         lora_mode=lora_mode,
         qkv_layout=qkv_layout,
-        linear=linear,
-        kernels=kernels,
+        linear=header.linear,
+        kernels=header.kernels,
+        compiling=header.compile,
     )
     path = image
     if image is None and header.image is not None:

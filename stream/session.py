@@ -40,6 +40,15 @@ class WorldState:
     values: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorldSpeed:
+    """How passes run, as far as bits depend on it; see the fields of `EngineConfig`."""
+
+    linear: str = "bf16"
+    kernels: str = "off"
+    compile: str = "off"
+
+
 class World(Protocol):
     """Turns actions into frames; holds one rollout at a time."""
 
@@ -53,6 +62,7 @@ class World(Protocol):
     model_hash: str
     device: str
     dtype: str
+    speed: WorldSpeed
     note: str
     """How device and dtype were chosen, in a phrase; empty where there was no choice."""
     is_finite: bool
@@ -120,6 +130,10 @@ class ModelWorld:
         self.model_hash = engine.model_hash
         self.device = str(engine.device)
         self.dtype = str(engine.dtype).removeprefix("torch.")
+        config = engine.config
+        self.speed = WorldSpeed(
+            linear=config.linear, kernels=config.kernels, compile=config.compile
+        )
         self.note = engine.dtype_choice.reason
         self.is_finite = True
         self.timings: StepTimings | None = None

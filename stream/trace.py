@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine.types import Action
 
-TRACE_VERSION = 2
+TRACE_VERSION = 3
 TRACE_SUFFIX = ".trace.jsonl"
 FILE_LIMIT_BYTES = 256 * 1024 * 1024
 FRAMES_PER_CHUNK = sum(FRAMES_PER_LATENT)
@@ -53,6 +53,10 @@ class TraceHeader:
     height_px: int
     device: str
     dtype: str
+    linear: str
+    """Scheme of the products."""
+    kernels: str
+    compile: str
     torch_version: str
     thread_count: int
     scene: str | None

@@ -40,7 +40,7 @@ class WorkerConfig:
     """Traces go here as SESSION-eEPOCH.trace.jsonl."""
     warm_up_scene: str = "meadow-forest"
     fps: float = 24.0
-    jit_margin_ms: float = 40.0
+    jit_margin_ms: float = 20.0
     """A chunk starts this much earlier than its cost asks for."""
     stale_ms: float = STALE_MS
     """Age at which held keys count as let go."""

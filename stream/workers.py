@@ -160,6 +160,8 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
         decoder=settings.decoder,
         linear=settings.linear,
         kernels=settings.kernels,
+        compiling=settings.compile,
+        is_long_lived=True,
         world_count=settings.max_sessions,
         prompts=prompt_options(
             encoder=settings.prompt_encoder,

@@ -56,6 +56,8 @@ def world_spec(
     decoder: str = "auto",
     linear: str = "auto",
     kernels: str = "auto",
+    compiling: str = "auto",
+    is_long_lived: bool = False,
     world_count: int = 1,
     lora: str | None = None,
     lora_mode: str = "auto",
@@ -94,6 +96,8 @@ def world_spec(
             prompts=prompts or PromptOptions(),
             linear=linear,
             kernels=kernels,  # type: ignore[arg-type]  # checked there
+            compile=compiling,  # type: ignore[arg-type]  # checked there
+            is_long_lived=is_long_lived,
             lora=lora,
             lora_mode=lora_mode,  # type: ignore[arg-type]  # checked there
             qkv_layout=qkv_layout,  # type: ignore[arg-type]  # checked there

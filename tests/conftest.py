@@ -7,6 +7,8 @@ import pytest
 
 TIERS = frozenset({"cpu", "gpu", "manual"})
 
+# Dozens of short services start in the tests; to compile for each would take longer than they run.
+os.environ.setdefault("WORLDSTREAM_COMPILE", "off")
 # cuBLAS asks for this before its first call where torch is told to be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

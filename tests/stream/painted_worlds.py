@@ -19,7 +19,7 @@ from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry
 from engine.errors import CheckpointError, ConfigError
 from engine.types import Action
 from stream.load_news import LoadNews
-from stream.session import WorldState
+from stream.session import WorldSpeed, WorldState
 from stream.trace import Digest
 from stream.world_spec import Start, WorldSpec
 from vae_stream.decoder import FrameChunk
@@ -44,6 +44,7 @@ class PaintedWorld:
     model_hash = "painted"
     device = "cpu"
     dtype = "float32"
+    speed = WorldSpeed()
     note = ""
     is_finite = True
     state_bytes = 0

@@ -29,11 +29,12 @@ pytestmark = pytest.mark.cpu
 CHUNKS = 4
 
 
-async def _play(folder: Path) -> Path:
+async def _play(folder: Path, compiling: str) -> Path:
     """Press and tap keys, look round, change the prompt; return the trace."""
     spec = world_spec(
-        "tiny", size=None, weights="random", renderer=False, device="cpu", dtype="float32"
-    )
+        "tiny", size=None, weights="random", renderer=False, device="cpu", dtype="float32",
+        compiling=compiling,
+    )  # fmt: skip
     # On a machine that is busy a chunk may take long; what is held counts all the same.
     config = WorkerConfig(
         world=spec, trace_folder=folder, fps=400.0, thread_count=1, stale_ms=60_000.0
@@ -76,11 +77,13 @@ def _act(handle: WorkerHandle, chunk: int) -> None:
         handle.send(SetPrompt(id=1, prompt="a lake at night"))
 
 
+@pytest.mark.parametrize("compiling", ["off", "blocks"])
 def test_a_live_trace_replays_from_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compiling: str
 ) -> None:
-    path = asyncio.run(_play(tmp_path))
+    path = asyncio.run(_play(tmp_path, compiling))
     trace = read_trace(path)
+    assert trace.header.compile == compiling
     assert len(trace.chunks) >= CHUNKS
     held = json.dumps([chunk.held for chunk in trace.chunks])
     assert all(name in held for name in ("forward", "right", "yaw", "pitch", "boost"))
