@@ -129,7 +129,8 @@ def test_output_that_is_no_picture_stops_with_words_and_a_button(
     page.fill("#prompt", "nan 9")
     page.keyboard.press("Enter")
     wait_for_words(page, "The world stopped")
-    assert page.inner_text("#detail") == "The model made no valid picture."
+    # The state is told before the reason.
+    page.locator("#detail", has_text="The model made no valid picture.").wait_for()
     page.fill("#prompt", "")
     page.keyboard.press("Enter")
     page.click("#overlay-button")
