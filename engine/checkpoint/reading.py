@@ -69,8 +69,9 @@ def load_model(
     pieces = [piece for piece in source.pieces if any(_wanted(piece, targets))]
     if text_encoder is not None:
         pieces += source.text_pieces
-    total = sum(piece.record.nbytes for piece in pieces)
-    total += sum(record.nbytes for record in cached.values())
+    records = [*cached.values(), *(piece.record for piece in pieces)]
+    records += [piece.scale for piece in pieces if piece.scale is not None]
+    total = sum(record.nbytes for record in records)
     progress = LoadProgress(total, on_progress)
     missing = set(targets)
     reader = TensorReader(device, progress)

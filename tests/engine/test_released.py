@@ -273,6 +273,13 @@ def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
     assert text == "12.0 of 66.0 GB, 4.0 GB/s, 14 s left"
 
 
+def test_factors_of_rows_count_as_well() -> None:
+    events: list[LoadEvent] = []
+    config = EngineConfig(device="cpu", dtype="float32")
+    Engine.from_pretrained("mini", config, on_progress=events.append).close()
+    assert events[-1].done_bytes == events[-1].total_bytes
+
+
 @pytest.mark.parametrize("write", [diffusers_shards, original_shards])
 def test_no_second_copy_of_the_weights_is_made(
     tmp_path: Path, write: Callable[[Path], Path]
