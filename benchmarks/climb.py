@@ -3,7 +3,8 @@
 Owns the rows, how each is run, and its error against the first or another. Invariants: every row
 makes the weights anew from one seed, so that no row sees what another did to them and one copy is
 there at a time; same noise, same controls; a row counts once its window is full and has slid; the
-refresh is part of a chunk.
+refresh is part of a chunk. Where ranks share a rollout, each row is first run by every rank for
+itself: what ranks together make and take is compared with what one makes and takes.
 Classes: X the bits of that row, F other rounding, A approximate. X and F are found by
 comparing latents.
 """
@@ -33,9 +34,9 @@ from engine.clock import new_clock
 from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, preset
 from engine.device import choose_dtype, resolve_device, torch_dtype
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedError
 from engine.memory import DtypeName
-from engine.parallel import Exchange
+from engine.parallel import Alone, Exchange
 from engine.prefix import anchor_shape
 from engine.rollout import Rollout
 from engine.types import FRAMES_PER_CHUNK, Action, Control, LatentChunk
@@ -189,6 +190,13 @@ class Climbed:
     load_s: float
     warm_up_s: float
     """From the weights to the first chunk that counts: compilation, capture, a full window."""
+    one_rank: Spread | None = None
+    """A chunk of the same row by one rank alone, where ranks share a rollout."""
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast as one rank these are together, at the median chunk."""
+        return None if self.one_rank is None else self.one_rank.p50 / self.chunk.p50
 
     @property
     def dit_fps(self) -> float:
@@ -253,7 +261,9 @@ def climb(scenario: LadderScenario, grounds: Grounds, exchange: Exchange) -> Ite
     """Run row after row. Every rank runs all of them.
 
     Raises: CheckpointError, ConfigError, DeviceError from the first row; later ones are refused
-        with their reason instead, and what they change is left out of those after them.
+        with their reason instead, and what they change is left out of those after them. Among
+        several ranks whatever may have happened to one of them alone is raised: the others wait
+        for it in an exchange.
     """
     device = resolve_device(scenario.device)
     base = EngineConfig(device=str(device), dtype=grounds.dtype, **PLAIN)
@@ -262,6 +272,7 @@ def climb(scenario: LadderScenario, grounds: Grounds, exchange: Exchange) -> Ite
         base = dataclasses.replace(base, attention="flash")
     reference: dict[int, Tensor] = {}
     last: Climbed | None = None
+    refusable = (ConfigError, UnsupportedError) if exchange.world_size > 1 else (Exception,)
     first, start = ROW_NAMES.index(scenario.reference), ROW_NAMES.index(scenario.start)
     for index, row in enumerate(ROWS):
         is_reference = index == first
@@ -273,9 +284,15 @@ def climb(scenario: LadderScenario, grounds: Grounds, exchange: Exchange) -> Ite
         _release(device)
         try:
             config = dataclasses.replace(base, **row.changes)
-            step = _climb_row(scenario, row, config, exchange, reference)
+            one_rank = None
+            if exchange.world_size > 1:
+                one_rank = _climb_row(scenario, row, config, Alone(), reference).chunk
+                _release(device)
+            step = dataclasses.replace(
+                _climb_row(scenario, row, config, exchange, reference), one_rank=one_rank
+            )
         # A row may fail in a compiler, a driver or for want of memory; the others still count.
-        except Exception as error:
+        except refusable as error:
             if is_reference:
                 raise
             yield Refused(row=row, reason=" ".join(f"{error}".split())[:300])

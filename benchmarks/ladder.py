@@ -5,7 +5,8 @@
 
 `worldstream bench engine --ladder` is the same. Owns the command and the ranks that torchrun
 starts; needs torch, triton, numpy, einops, safetensors and pillow alone. Rows go to stderr as they
-are done, the last line of stdout is JSON.
+are done, the last line of stdout is JSON; the first rank alone tells them. A rank that fails says
+so and is gone at once, whereupon torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -103,9 +106,9 @@ def started_ranks(scenario: LadderScenario) -> Iterator[Ranks]:
         dist.init_process_group("nccl", device_id=device, timeout=_RANK_TIMEOUT)
     else:
         dist.init_process_group("gloo", timeout=_RANK_TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None
     try:
-        group = dist.group.WORLD
-        assert group is not None
         exchange: Exchange = Alone()
         if group.size() > 1:
             exchange = Ulysses(scenario.model.num_attention_heads, group)
@@ -114,8 +117,27 @@ def started_ranks(scenario: LadderScenario) -> Iterator[Ranks]:
             exchange=exchange,
             is_first=group.rank() == 0,
         )
-    finally:
-        dist.destroy_process_group()
+    except Exception as error:
+        _leave(error, group.rank())
+    dist.destroy_process_group()
+
+
+def _leave(error: Exception, rank: int) -> NoReturn:
+    """End this rank without a word to the others.
+
+    They may wait in an exchange that never comes, and an orderly end would wait for them.
+    """
+    if isinstance(error, WorldStreamError):
+        print(f"error: rank {rank}: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(_exit_code(error))
+
+
+def _exit_code(error: Exception) -> int:
+    return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENVIRONMENT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(line, flush=True)
     except WorldStreamError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENVIRONMENT
+        return _exit_code(error)
     return EXIT_OK
 
 

@@ -66,7 +66,12 @@ def row_line(scenario: LadderScenario, grounds: Grounds, step: Step) -> str:
         "-" if launches is None else f"{launches.kernels}/{launches.calls}",
         *(f"{error:.2g}" for error in step.errors.values()),
     ]
-    return _line(cells)
+    if step.one_rank is None:
+        return _line(cells)
+    return (
+        f"{_line(cells)}  {step.speed_up:.2f} x one rank, {step.one_rank.p20:.1f} / "
+        f"{step.one_rank.p50:.1f} / {step.one_rank.p80:.1f}"
+    )
 
 
 def _line(cells: list[str]) -> str:
@@ -92,7 +97,7 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
         "geometry": size_name(model.geometry),
         "gpu_count": grounds.gpu_count,
         "rank_count": grounds.world_size,
-        "reference": scenario.reference,
+        "reference": scenario.reference + (", one rank" if grounds.world_size > 1 else ""),
         "dtype": grounds.dtype,
         "prefix_rows": prefix_row_count(model),
         "config": dataclasses.asdict(step.config),
@@ -101,6 +106,8 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
         "error": last,
         "error_first_chunk": first,
         "chunk": dataclasses.asdict(step.chunk),
+        "one_rank_chunk_ms": None if step.one_rank is None else step.one_rank.p50,
+        "speed_up": None if step.speed_up is None else round(step.speed_up, 3),
         "denoise": dataclasses.asdict(step.denoise),
         "refresh": dataclasses.asdict(step.refresh),
         "tflops": round(work.total / chunk_s / 1e12, 4),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from benchmarks import climb as climbing
+from benchmarks import ladder
 from benchmarks.climb import LadderScenario, relative_error
 from benchmarks.floor import Floor
 from benchmarks.ladder import main
@@ -22,6 +24,7 @@ from benchmarks.peak import chunk_work, key_row_count, pass_work
 from benchmarks.plot import Bar, draw_waterfall
 from engine.config import Geometry, preset
 from engine.errors import ConfigError
+from tests.tolerances import FP32_ROLLOUT_ATOL
 
 pytestmark = pytest.mark.cpu
 
@@ -71,6 +74,57 @@ def test_shortcuts_keep_the_bits(climbed):
     assert [(row["class"], row["error"], row["error_first_chunk"]) for row in rows] == [
         ("X", 0.0, 0.0)
     ] * 3
+
+
+def run_ranks(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks of a script over gloo."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    return subprocess.run(
+        [*command, "2", script, *arguments],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_ranks_are_measured_against_one_of_them(tmp_path):
+    records = tmp_path / "ladder.jsonl"
+    options = ["--rows", "prefix,packed,graphs", "--reference", "packed", "--record", str(records)]
+    result = run_ranks(str(Path(ladder.__file__)), *TINY, *options)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    assert result.stderr.count("packed history") == 1
+    packed, graphs = json.loads(result.stdout)["rows"]
+    assert records.read_text() == json.dumps(packed) + "\n"
+    assert (packed["rank_count"], packed["gpu_count"]) == (2, 0)
+    assert packed["reference"] == "packed, one rank"
+    assert packed["error"] < FP32_ROLLOUT_ATOL
+    assert packed["speed_up"] == pytest.approx(
+        packed["one_rank_chunk_ms"] / packed["chunk_ms"], rel=1e-3
+    )
+    assert "graphs is True on cpu" in graphs["reason"]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(f"""
+import os
+from benchmarks import climb, ladder
+real = climb._climb_row
+def fail_on_one_rank(scenario, row, config, exchange, reference):
+    if os.environ["RANK"] == "1" and exchange.world_size == 2:
+        raise RuntimeError("this rank has had enough")
+    return real(scenario, row, config, exchange, reference)
+climb._climb_row = fail_on_one_rank
+ladder.main({TINY!r} + ["--rows", "packed", "--reference", "packed"])
+""")
+    result = run_ranks(str(script))
+    assert result.returncode != 0
+    assert "RuntimeError: this rank has had enough" in result.stderr
+    assert result.stdout == ""
 
 
 def test_rows_that_need_cuda_say_so(climbed):
