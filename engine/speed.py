@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionNeed, AttentionPlan
-from engine.attention.choice import group_shapes, measure_on, plan_attention
+from engine.attention.choice import group_shapes, plan_attention
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
+from engine.attention.timing import measure_on
 from engine.block_ops import BlockOps, PlainBlockOps, Rows
 from engine.config import EngineConfig
 from engine.errors import ConfigError

@@ -39,6 +39,21 @@ class AttentionNeed:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionShape:
+    """One group of rows and what it sees."""
+
+    group: str
+    rows: int
+    keys: int
+    heads: int
+    need: AttentionNeed
+
+    def __str__(self) -> str:
+        dtype = str(self.need.dtype).removeprefix("torch.")
+        return f"{self.group} {self.rows}x{self.keys}x{self.heads}x{self.need.head_dim} {dtype}"
+
+
 class AttentionBackend(Protocol):
     """Full attention without a mask, scale 1 / sqrt(K)."""
 

@@ -1,28 +1,25 @@
 """Which attention backend serves each group of rows: measured once, then remembered.
 
-Owns the measurement and its record on disk. Invariant: a machine that has measured a shape makes
-the same choice ever after, so the same trace gives the same bits.
-Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
+Owns the choice and its record on disk; `timing` measures. Invariant: a machine that has measured a
+shape makes the same choice ever after, so the same trace gives the same bits.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from engine.attention.base import (
-    AttentionBackend,
     AttentionNeed,
     AttentionPlan,
+    AttentionShape,
     backends,
     select_backend,
 )
+from engine.attention.timing import Measure
 from engine.config import BackendName, ModelConfig
 
 _log = logging.getLogger(__name__)
@@ -31,26 +28,8 @@ CANDIDATES: tuple[BackendName, ...] = (
     "sdpa", "cudnn", "cudnn_split", "flash", "fa3", "fa4",
 )  # fmt: skip
 """FlexAttention takes a minute to compile and was never near the fastest: by name only."""
-_WARM_UPS, _REPEATS = 3, 9
 _MARGIN, _OWN_MARGIN = 0.98, 0.95
 """What is ahead by less than this is no faster: of any backend, of torch's own choice."""
-
-Measure = Callable[[AttentionBackend, "AttentionShape"], float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionShape:
-    """One group of rows and what it sees."""
-
-    group: str
-    rows: int
-    keys: int
-    heads: int
-    need: AttentionNeed
-
-    def __str__(self) -> str:
-        dtype = str(self.need.dtype).removeprefix("torch.")
-        return f"{self.group} {self.rows}x{self.keys}x{self.heads}x{self.need.head_dim} {dtype}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +38,8 @@ class AttentionChoice:
 
     shape: AttentionShape
     name: BackendName
-    times_ms: dict[str, float]
-    refused: dict[str, str]
+    times_ms: dict[BackendName, float]
+    refused: dict[BackendName, str] = field(default_factory=dict)
 
     @property
     def reason(self) -> str:
@@ -94,18 +73,12 @@ def group_shapes(model: ModelConfig, heads: int, need: AttentionNeed) -> tuple[A
 
 def choose(shape: AttentionShape, measure: Measure) -> AttentionChoice:
     """Measure every candidate that serves the shape; torch's own choice wins near ties."""
-    times_ms: dict[str, float] = {}
-    refused: dict[str, str] = {}
     known = backends()
-    for name in CANDIDATES:
-        reason = known[name].refusal(shape.need)
-        if reason is None:
-            try:
-                times_ms[name] = measure(known[name], shape)
-            except (RuntimeError, ImportError) as error:  # the kernel is there and cannot serve
-                reason = str(error).partition("\n")[0]
-        if reason is not None:
-            refused[name] = reason
+    reasons = {name: known[name].refusal(shape.need) for name in CANDIDATES}
+    candidates = {name: known[name] for name, reason in reasons.items() if reason is None}
+    made = measure(candidates, shape)
+    times_ms = made.times_ms
+    refused = {name: reason for name, reason in reasons.items() if reason} | made.refused
     best: BackendName = "sdpa"
     for name in CANDIDATES:
         margin = _OWN_MARGIN if best == "sdpa" else _MARGIN
@@ -129,7 +102,7 @@ def plan_attention(
         prefer: "auto", or one for all groups.
         machine: what the record is kept by: device and versions.
         record: file of earlier choices; one that cannot be read or written is done without.
-        measure: milliseconds of one call.
+        measure: of all candidates for one shape.
 
     Raises: UnsupportedError when the backend of that name refuses.
     """
@@ -139,19 +112,30 @@ def plan_attention(
     known, chosen = _read(record), {}
     for shape in shapes:
         key = f"{machine}, {shape}"
-        name = known.get(key)
-        if name in CANDIDATES and backends()[name].refusal(need) is None:
-            _log.info("attention_selected %s: %s, as measured before", shape, name)
-        else:
+        choice = _remembered(known.get(key), shape)
+        if choice is None:
             choice = choose(shape, measure)
-            name = known[key] = choice.name
+            known[key] = {"name": choice.name, "times_ms": choice.times_ms}
             _log.info("attention_selected %s", choice.reason)
-        chosen[shape.group] = select_backend(need, name)
+        else:
+            _log.info("attention_selected %s, as measured before", choice.reason)
+        chosen[shape.group] = select_backend(need, choice.name)
     _write(record, known)
     return AttentionPlan(**chosen)
 
 
-def _read(record: Path) -> dict[str, BackendName]:
+def _remembered(kept: Any, shape: AttentionShape) -> AttentionChoice | None:
+    """Earlier choice, unless it is damaged or its backend has gone."""
+    match kept:
+        case {"name": str(name), "times_ms": dict(times_ms)} if name in CANDIDATES and all(
+            isinstance(ms, float) for ms in times_ms.values()
+        ):
+            is_there = backends()[name].refusal(shape.need) is None
+            return AttentionChoice(shape=shape, name=name, times_ms=times_ms) if is_there else None
+    return None
+
+
+def _read(record: Path) -> dict[str, Any]:
     try:
         known = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -159,32 +143,9 @@ def _read(record: Path) -> dict[str, BackendName]:
     return known if isinstance(known, dict) else {}
 
 
-def _write(record: Path, known: dict[str, BackendName]) -> None:
+def _write(record: Path, known: dict[str, Any]) -> None:
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(known, indent=1, sort_keys=True))
     except OSError as error:
         _log.warning("attention_not_remembered path=%s: %s", record, error)
-
-
-def measure_on(device: torch.device) -> Measure:
-    """Median time of a call on a CUDA device, in milliseconds, over heads-outermost keys."""
-
-    def measure(backend: AttentionBackend, shape: AttentionShape) -> float:
-        def part(rows: int) -> torch.Tensor:
-            size = (1, shape.heads, rows, shape.need.head_dim)
-            return torch.randn(size, device=device, dtype=shape.need.dtype).transpose(1, 2)
-
-        q_BRNK, k_BSNK, v_BSNK = part(shape.rows).contiguous(), part(shape.keys), part(shape.keys)
-        times_ms = []
-        for repeat in range(_WARM_UPS + _REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            backend(q_BRNK, k_BSNK, v_BSNK)
-            end.record()
-            end.synchronize()
-            if repeat >= _WARM_UPS:
-                times_ms.append(begin.elapsed_time(end))
-        return statistics.median(times_ms)
-
-    return measure

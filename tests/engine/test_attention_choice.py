@@ -1,8 +1,9 @@
-"""Choice of the attention backend: by measurement, once, with its reasons."""
+"""Choice of the attention backend: by measurement, sustained, once, with its reasons."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from engine.attention.base import AttentionNeed, backends
 from engine.attention.choice import choose, group_shapes, plan_attention
+from engine.attention.timing import Times, sustained
 from engine.config import preset
 from engine.errors import UnsupportedError
 
@@ -27,11 +29,12 @@ class Timed:
         self.times_ms = times_ms
         self.asked: list[tuple[str, str]] = []
 
-    def __call__(self, backend, shape) -> float:
-        self.asked.append((backend.name, shape.group))
-        if backend.name not in self.times_ms:
-            raise RuntimeError(f"{backend.name} has no kernel for this\nmore")
-        return self.times_ms[backend.name]
+    def __call__(self, candidates, shape) -> Times:
+        self.asked += [(name, shape.group) for name in candidates]
+        return Times(
+            times_ms={name: ms for name, ms in self.times_ms.items() if name in candidates},
+            refused={name: "no kernel" for name in candidates if name not in self.times_ms},
+        )
 
 
 def _plan(record: Path, measure: Timed, prefer="auto", need=HOPPER, machine="H200"):
@@ -67,27 +70,39 @@ def test_a_lead_over_another_kernel_counts_sooner_than_one_over_torch():
 def test_a_kernel_that_cannot_serve_is_refused_with_its_words():
     choice = choose(SHAPES[0], Timed(sdpa=1.0, flash=0.5))
     assert choice.name == "flash"
-    assert choice.refused["cudnn"] == "cudnn has no kernel for this"
+    assert choice.refused["cudnn"] == "no kernel"
 
 
-def test_each_group_is_measured_once_a_machine(tmp_path):
+def test_each_group_is_measured_once_a_machine_and_keeps_its_times(tmp_path, caplog):
     record, first = tmp_path / "sub" / "attention.json", Timed(sdpa=2.0, cudnn=1.0, flash=2.0)
     plan = _plan(record, first)
     assert (plan.conditioning.name, plan.audio.name, plan.video.name) == ("cudnn",) * 3
     assert len(first.asked) == 12
     again = Timed(sdpa=1.0, cudnn=2.0, flash=2.0)
+    caplog.set_level(logging.INFO)
     assert _plan(record, again).video.name == "cudnn"
     assert again.asked == []
+    assert "cudnn (cudnn 1.000 ms, flash 2.000 ms, sdpa 2.000 ms" in caplog.text
     assert _plan(record, again, machine="H100").video.name == "sdpa"
 
 
 def test_a_remembered_backend_that_has_gone_is_measured_anew(tmp_path):
     record = tmp_path / "attention.json"
-    record.write_text(json.dumps({f"H200, {shape}": "fa3" for shape in SHAPES}))
+    kept = {"name": "fa3", "times_ms": {"fa3": 0.5}}
+    record.write_text(json.dumps({f"H200, {shape}": kept for shape in SHAPES}))
     assert _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=2.0)).video.name == "cudnn"
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"H200": 5}'])
+@pytest.mark.parametrize(
+    "kept", ["sdpa", {"name": "sdpa"}, {"name": "sdpa", "times_ms": {"a": "b"}}]
+)
+def test_a_damaged_entry_is_measured_anew(tmp_path, kept):
+    record = tmp_path / "attention.json"
+    record.write_text(json.dumps({f"H200, {shape}": kept for shape in SHAPES}))
+    assert _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=2.0)).video.name == "cudnn"
+
+
+@pytest.mark.parametrize("text", ["", "[1]"])
 def test_a_damaged_record_is_done_without(tmp_path, text):
     record = tmp_path / "attention.json"
     record.write_text(text)
@@ -137,3 +152,73 @@ def test_refusals(name, changes, reason):
         | changes
     )
     assert re.search(reason, backends()[name].refusal(need))
+
+
+class Clock:
+    """A device whose calls take what they are said to, longer while it is cold or hot."""
+
+    def __init__(self, warmth=lambda call: 1.0) -> None:
+        self.warmth, self.queue, self.waited = warmth, [], 0
+        self._now_ms, self._call = 0.0, 0
+
+    def backend(self, name: str, ms: float):
+        def burst(count: int) -> None:
+            self.queue.append((name, count))
+            for _ in range(count):
+                self._now_ms += ms * self.warmth(self._call)
+                self._call += 1
+
+        return burst
+
+    def timer(self, burst, count: int):
+        begin_ms = self._now_ms
+        burst(count)
+        took_ms = self._now_ms - begin_ms
+
+        def elapsed_ms() -> float:
+            self.waited += 1
+            return took_ms
+
+        return elapsed_ms
+
+
+def _queued(clock: Clock, **times_ms: float) -> Times:
+    return sustained({n: clock.backend(n, ms) for n, ms in times_ms.items()}, clock.timer)
+
+
+def test_backends_are_timed_in_turn_and_nothing_waits_between():
+    clock = Clock()
+    times = _queued(clock, cudnn=1.5, cudnn_split=1.25)
+    assert times.times_ms == pytest.approx({"cudnn": 1.5, "cudnn_split": 1.25})
+    bursts = clock.queue[4:]
+    assert bursts == [("cudnn", 3), ("cudnn_split", 4)] * 24
+    assert clock.waited == 4 + 2 * 16
+
+
+def test_what_is_far_behind_is_not_measured_further():
+    clock = Clock()
+    assert _queued(clock, sdpa=8.0, cudnn=4.0).times_ms == {"sdpa": 8.0, "cudnn": 4.0}
+    assert [name for name, _ in clock.queue].count("sdpa") == 2
+
+
+def test_the_time_is_that_of_a_settled_clock():
+    clock = Clock(lambda call: 1.0 if call < 30 else 1.25)
+    assert _queued(clock, cudnn=1.0, cudnn_split=0.8).times_ms == pytest.approx(
+        {"cudnn": 1.25, "cudnn_split": 1.0}
+    )
+
+
+def test_a_long_shape_stays_within_the_budget():
+    clock = Clock()
+    _queued(clock, cudnn=60.0, cudnn_split=50.0)
+    assert clock.queue[4:] == [("cudnn", 1), ("cudnn_split", 1)] * 8
+
+
+def test_a_backend_that_raises_is_refused_in_its_words():
+    def raises(count: int) -> None:
+        raise RuntimeError("no kernel for this\nmore")
+
+    clock = Clock()
+    times = sustained({"fa3": raises, "cudnn": clock.backend("cudnn", 1.0)}, clock.timer)
+    assert times == Times(times_ms={"cudnn": 1.0}, refused={"fa3": "no kernel for this"})
+    assert sustained({"fa3": raises}, clock.timer).times_ms == {}
