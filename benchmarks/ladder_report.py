@@ -1,7 +1,8 @@
-"""The ladder in README.md: one table and one picture a ladder, from `benchmarks/ladder.jsonl`.
+"""The ladder in README.md: one table of all ladders, one picture each, from `ladder.jsonl`.
 
-Owns which records make a ladder. Invariant: of records of the same row the last one counts; rows
-stand in the order in which they were climbed.
+Owns which records make a ladder. Invariants: of records of the same row the last one counts; rows
+stand in the order in which they were climbed; the first ladder's picture is shown, the others are
+linked.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from benchmarks.ladder_output import bars, captions
 from benchmarks.plot import save_waterfall
 
 RECORDS = Path(__file__).parent / "ladder.jsonl"
+_FOLDER = "benchmarks/pictures"
 _KEY = ("preset", "geometry", "weights", "dtype", "gpu", "gpu_count", "cpu")
 
 LadderRecords = list[dict[str, Any]]
@@ -56,15 +58,18 @@ def ladder_section(path: Path = RECORDS) -> str:
         if found:
             lines.append(f"| {found[0]['title']} | {' | '.join(map(_cell, cells))} |")
     commits = ", ".join(dict.fromkeys(record["commit"] for rows in ladders for record in rows))
-    lines += [
-        "",
+    note = (
         "X: the bits of the first row, F: other rounding, A: approximate. Each row adds to those "
-        f"above; 4 denoise steps and the refresh, no decoder. Commits {commits}.",
-    ]
-    lines += [
-        f"![The ladder of {title}](benchmarks/pictures/{picture_name(ladder)})"
-        for title, ladder in zip(titles, ladders, strict=True)
-    ]
+        "above; 4 denoise steps and the refresh, no decoder. Several GPUs are held against one, "
+        f"which ran beside them. Commits {commits}."
+    )
+    if len(ladders) > 1:
+        others = [
+            f"[{title}]({_FOLDER}/{picture_name(ladder)})"
+            for title, ladder in zip(titles[1:], ladders[1:], strict=True)
+        ]
+        note += f" More pictures: {', '.join(others)}."
+    lines += ["", note, f"![The ladder of {titles[0]}]({_FOLDER}/{picture_name(ladders[0])})"]
     return "\n".join(lines)
 
 
@@ -78,7 +83,14 @@ def _cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return ""
     error = "0" if record["error"] == 0.0 else f"{record['error']:.1e}"
-    return f"**{record['dit_fps']:.1f}** {record['chunk_ms']:.0f} {record['class']} {error}"
+    cell = f"**{record['dit_fps']:.1f}** {_ms(record['chunk_ms'])} {record['class']} {error}"
+    # Only records of several ranks know one rank's time.
+    speed_up = record.get("speed_up")
+    return cell if speed_up is None else f"{cell}, {speed_up:.2f} x one GPU"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def picture_name(ladder: LadderRecords) -> str:
