@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 RECORDS = Path(__file__).parent / "session.jsonl"
+SWITCH_RECORDS = Path(__file__).parent / "switches.jsonl"
 TARGETS = {
     "exact": {"frames_per_second": 16.5, "first_frame_ms": 800.0},
     "A": {"frames_per_second": 24.0, "first_frame_ms": 550.0},
@@ -18,12 +19,15 @@ TARGETS = {
 """At 832x480 on one H200: frames a second at least, action to first frame at most."""
 TARGET_GEOMETRY = "832x480"
 PLAN_TOLERANCE = 0.1
+SWITCH_RATIO = 1.5
+"""First chunk at a prompt length that is new, against a steady one, at most."""
+_SWITCH_KEY = ("preset", "geometry", "weights", "linear", "kernels", "gpu", "cpu")
 _KEY = ("preset", "row", "geometry", "weights", "dtype", "kernels", "decoder", "gpu", "cpu")
 
 
-def session_section(path: Path = RECORDS) -> str:
-    """Return two tables; a sentence without records."""
-    records = _latest(path)
+def session_section(path: Path = RECORDS, switches: Path = SWITCH_RECORDS) -> str:
+    """Return the tables; a sentence without records."""
+    records = _latest(path, _KEY)
     if not records:
         return "No records yet."
     lines = [
@@ -41,15 +45,24 @@ def session_section(path: Path = RECORDS) -> str:
         "|---|---|---|",
         *map(_start_up, records),
     ]
+    switched = _latest(switches, _SWITCH_KEY)
+    if switched:
+        lines += [
+            "",
+            "| a new prompt while walking | steady chunk, ms | as many rows: prefix; next chunks "
+            "| fewer rows: prefix; next chunks | first of these, x steady | commit |",
+            "|---|---|---|---|---|---|",
+            *map(_switch, switched),
+        ]
     return "\n".join(lines)
 
 
-def _latest(path: Path) -> list[dict[str, Any]]:
+def _latest(path: Path, key: tuple[str, ...]) -> list[dict[str, Any]]:
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            found[tuple(record[name] for name in _KEY)] = record
+            found[tuple(record[name] for name in key)] = record
     return list(found.values())
 
 
@@ -108,3 +121,22 @@ def _parts(record: dict[str, Any]) -> str:
 def _start_up(record: dict[str, Any]) -> str:
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in record["start_up_s"].items())
     return f"| {_title(record)} | {stages} | {record['first_frame_after_s']:.0f} |"
+
+
+def _switch(record: dict[str, Any]) -> str:
+    where = record["gpu"] or record["cpu"]
+    ratio = record["first_chunk_ratio"]
+    cells = [
+        f"`{record['preset']}` {record['geometry']} ({record['weights']} weights), {where}",
+        f"{record['steady']['p50']:.0f}",
+        *(_after_switch(record[name]) for name in ("same_length", "new_length")),
+        f"{ratio:.2f}" + _missed(ratio <= SWITCH_RATIO, f"at most {SWITCH_RATIO:g}"),
+        record["commit"],
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _after_switch(switch: dict[str, Any]) -> str:
+    chunks = ", ".join(f"{ms:.0f}" for ms in switch["chunk_ms"])
+    recorded = switch["capture_count"]
+    return f"{switch['prefix_ms']:.0f}; {chunks} ms ({recorded} passes recorded)"

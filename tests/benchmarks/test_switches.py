@@ -1,0 +1,50 @@
+"""The benchmark of new prompts, dry: what a record says. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.session_report import session_section
+from benchmarks.switches import main
+
+pytestmark = pytest.mark.cpu
+
+TINY = ["--preset", "tiny", "--device", "cpu", "--chunks", "1"]
+
+
+def test_a_walk_goes_on_under_both_prefixes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "switches.jsonl"
+    assert main([*TINY, "--record", str(record)]) == 0
+    line = json.loads(record.read_text())
+    assert json.loads(capsys.readouterr().out) == line
+    same, new = line["same_length"], line["new_length"]
+    assert new["text_rows"] < same["text_rows"]
+    assert len(same["chunk_ms"]) == len(new["chunk_ms"]) == 2
+    assert line["first_chunk_ratio"] == pytest.approx(
+        new["chunk_ms"][0] / line["steady"]["p50"], abs=1e-3
+    )
+
+
+def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--preset", "tiny", "--geometry", "wide"]) == 2
+    assert "geometry: 'wide'" in capsys.readouterr().err
+
+
+def test_the_guide_marks_a_first_chunk_that_takes_too_long(tmp_path: Path) -> None:
+    sessions, switches = tmp_path / "session.jsonl", tmp_path / "switches.jsonl"
+    guide = Path(__file__).resolve().parents[2] / "benchmarks" / "session.jsonl"
+    sessions.write_text(guide.read_text())
+    switch = {"text_rows": 8, "prefix_ms": 1.0, "chunk_ms": [16.0, 10.0], "capture_count": 2}
+    record = {
+        "preset": "tiny", "weights": "random", "geometry": "96x64", "linear": "bf16",
+        "kernels": "off", "gpu": None, "cpu": "A CPU", "commit": "abc",
+        "steady": {"p50": 10.0}, "same_length": switch, "new_length": switch,
+        "first_chunk_ratio": 1.6,
+    }  # fmt: skip
+    switches.write_text(json.dumps(record) + "\n")
+    assert "1.60 (missed: at most 1.5)" in session_section(sessions, switches)
