@@ -1,9 +1,9 @@
 """How the work around the products of a block is done: the seam between plain and fused forms.
 
 Owns `BlockOps`, its plain form, and the values that cross it. Invariant: what `project` hands to
-`place`, and what `output` hands to `finish`, is an affair of one `BlockOps` alone; callers only
-carry it. The plain form hands over normalised queries and keys, and leaves everything to
-`engine.model` and `engine.attention.placement`; it is the oracle.
+`place`, `output` to `finish` and `finish` to the next `project` is an affair of one `BlockOps`
+alone; callers only carry it. The plain form hands over normalised queries and keys, and leaves
+everything to `engine.model` and `engine.attention.placement`; it is the oracle.
 Shape suffixes: B batch, R rows, D width, N heads, K head width, M runs of rows with one modulation.
 """
 
@@ -41,6 +41,19 @@ class Sum(NamedTuple):
 
 Projected = Tensor | Sum
 """Queries, keys or values [B, R, N, K] on their way from `project` to `place`."""
+
+
+class Gated(NamedTuple):
+    """Rows and a branch that stand for their sum x + gate (branch + delta), part 5 the gate."""
+
+    x_BRD: Tensor
+    branch_BRD: Tensor
+    delta_BRD: Tensor | None
+    modulation_BM6D: Tensor
+
+
+Residual = Tensor | Gated
+"""Rows [B, R, D] on their way from `finish` to the next `project`, or to `settle`."""
 
 
 def join_rows(parts: Sequence[Rows]) -> Rows:
@@ -85,13 +98,20 @@ class BlockOps(RowOps, Protocol):
     """All of a block but the attention product."""
 
     def project(
-        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
-    ) -> tuple[Projected, Projected, Projected]:
-        """Return q, k, v [B, R, N, K] for `place`; each of M modulations serves R / M rows."""
+        self, layer: int, x: Residual, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Projected, Projected, Projected]:
+        """Return the rows x [B, R, D] themselves, and q, k, v [B, R, N, K] for `place`.
+
+        Each of M modulations serves R / M rows.
+        """
         ...
 
-    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
+    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Residual:
         """Add the attention branch, then the feed-forward branch; ``o`` comes from `output`."""
+        ...
+
+    def settle(self, x: Residual) -> Tensor:
+        """Return the rows that `finish` left behind the last block."""
         ...
 
 
@@ -128,12 +148,26 @@ class PlainBlockOps(PlainRowOps):
         self._model = model
 
     def project(
-        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normalised q and k, and v."""
-        return self._model.block(layer).project(x_BRD, modulation_BM6D)
+        self, layer: int, x: Residual, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return x, normalised q and k, and v."""
+        x_BRD = self.settle(x)
+        return x_BRD, *self._project(layer, x_BRD, modulation_BM6D)
 
     def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
         """Take the attention output [B, R, N, K]."""
         assert isinstance(o, Tensor)
-        return self._model.block(layer).finish(x_BRD, o, modulation_BM6D)
+        return self._finish(layer, x_BRD, o, modulation_BM6D)
+
+    def settle(self, x: Residual) -> Tensor:
+        """Return x: nothing is left to be summed."""
+        assert isinstance(x, Tensor)
+        return x
+
+    def _project(
+        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._model.block(layer).project(x_BRD, modulation_BM6D)
+
+    def _finish(self, layer: int, x_BRD: Tensor, o_BRNK: Tensor, modulation_BM6D: Tensor) -> Tensor:
+        return self._model.block(layer).finish(x_BRD, o_BRNK, modulation_BM6D)

@@ -1,7 +1,8 @@
 """The blocks by fused kernels: `BlockOps` whose work between the products is one pass each.
 
     x --norm, modulation--> q k v --norm, RoPE, PRoPE, into the cache--> attention --PRoPE-->
-    output product --gate, sum, norm, modulation--> up --SwiGLU--> down --gate, sum--> x
+    output product --gate, sum, norm, modulation--> up --SwiGLU--> down --gate, sum, and norm and
+    modulation of the next block--> q k v of the next block
 
 Owns `fused_block_ops`. Queries, keys and values are one product, whose weights lie in one piece;
 between `project` and `place` they are as projected, not normalised. Where a linear is in eight bits
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.placement import Placement
-from engine.block_ops import BlockOps, Fp8Rows, Projected, Rows, Slot, Sum
+from engine.block_ops import BlockOps, Fp8Rows, Gated, Projected, Residual, Rows, Slot, Sum
 from engine.errors import UnsupportedError
 from engine.kernels import adaln, fp8_linear, qknorm_rope, swiglu
 from engine.kernels.reference import Rounding
@@ -127,23 +128,34 @@ class _FusedBlockOps:
             )
 
     def project(
-        self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
-    ) -> tuple[Projected, Projected, Projected]:
-        """Return q, k, v as projected, views of one product."""
+        self, layer: int, x: Residual, modulation_BM6D: Tensor
+    ) -> tuple[Tensor, Projected, Projected, Projected]:
+        """Return x, and q, k, v as projected, views of one product."""
         block = self._blocks[layer]
-        norm = (block.norm1.weight, modulation_BM6D, block.norm1.eps, self._rounding)
-        rows: Rows
-        if block.qkv.scale_N is None:
-            rows = adaln.norm_modulate(x_BRD, *norm)
-        else:
-            rows = Fp8Rows(*adaln.norm_modulate_fp8(x_BRD, *norm))
+        x_BRD, rows = self._enter(block, x, modulation_BM6D)
         base_BRF, delta = self._terms(block.qkv, rows, x_BRD.dtype)
         parts = base_BRF.unflatten(-1, (3, self._heads, self._width)).unbind(2)
         if delta is None:
-            return parts[0], parts[1], parts[2]
+            return x_BRD, parts[0], parts[1], parts[2]
         deltas = (each.unflatten(-1, (self._heads, self._width)) for each in delta)
         q, k, v = (Sum(*pair) for pair in zip(parts, deltas, strict=True))
-        return q, k, v
+        return x_BRD, q, k, v
+
+    def _enter(self, block: _Block, x: Residual, modulation_BM6D: Tensor) -> tuple[Tensor, Rows]:
+        """Rows of a block, and the same normalised and modulated for its first product."""
+        weight_D, eps, rounding = block.norm1.weight, block.norm1.eps, self._rounding
+        is_eight_bits = block.qkv.scale_N is not None
+        if isinstance(x, Tensor):
+            norm = (weight_D, modulation_BM6D, eps, rounding)
+            if is_eight_bits:
+                return x, Fp8Rows(*adaln.norm_modulate_fp8(x, *norm))
+            return x, adaln.norm_modulate(x, *norm)
+        gated = (x.x_BRD, x.branch_BRD, weight_D, x.modulation_BM6D, eps, rounding)
+        if is_eight_bits:
+            assert x.delta_BRD is None
+            x_BRD, *quantized = adaln.add_norm_modulate_fp8(*gated, modulation_BM6D)
+            return x_BRD, Fp8Rows(*quantized)
+        return adaln.add_norm_modulate(*gated, x.delta_BRD, modulation_BM6D)
 
     @staticmethod
     def _terms(
@@ -178,8 +190,8 @@ class _FusedBlockOps:
             return Fp8Rows(*qknorm_rope.turn_output_fp8(o_BRNK, matrix, start))
         return qknorm_rope.turn_output(o_BRNK, matrix, start).unflatten(-1, (-1, self._width))
 
-    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
-        """Take what `output` returned."""
+    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Gated:
+        """Take what `output` returned; the last sum is left to what reads it."""
         block, rounding, dtype = self._blocks[layer], self._rounding, x_BRD.dtype
         merged: Rows = o.flatten(-2) if isinstance(o, Tensor) else o
         branch_BRD, delta = self._terms(block.out, merged, dtype)
@@ -196,7 +208,15 @@ class _FusedBlockOps:
         else:
             rows = Fp8Rows(*swiglu.swiglu_fp8(z_BRF, rounding))
         branch_BRD, delta = self._terms(block.down, rows, dtype)
-        return adaln.add_gated(x_BRD, branch_BRD, modulation_BM6D, rounding, _only(delta))
+        return Gated(x_BRD, branch_BRD, _only(delta), modulation_BM6D)
+
+    def settle(self, x: Residual) -> Tensor:
+        """Form the sum behind the last block."""
+        if isinstance(x, Tensor):
+            return x
+        return adaln.add_gated(
+            x.x_BRD, x.branch_BRD, x.modulation_BM6D, self._rounding, x.delta_BRD
+        )
 
     def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
         """Rotate in place."""

@@ -21,7 +21,7 @@ from engine.attention.base import AttentionNeed, AttentionPlan
 from engine.attention.choice import group_shapes, plan_attention
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
 from engine.attention.timing import measure_on
-from engine.block_ops import BlockOps, PlainBlockOps, Rows
+from engine.block_ops import BlockOps, PlainBlockOps
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
@@ -161,16 +161,13 @@ class HalvesBlockOps(PlainBlockOps):
 
     def __init__(self, model: MiniMaxH3Transformer, compiling: Callable[[_Half], _Half]) -> None:
         super().__init__(model)
-        self._project = compiling(TransformerBlock.project)
-        self._finish = compiling(TransformerBlock.finish)
+        self._compiled_project = compiling(TransformerBlock.project)
+        self._compiled_finish = compiling(TransformerBlock.finish)
 
-    def project(
+    def _project(
         self, layer: int, x_BRD: Tensor, modulation_BM6D: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normalised q and k, and v."""
-        return self._project(self._model.block(layer), x_BRD, modulation_BM6D)
+        return self._compiled_project(self._model.block(layer), x_BRD, modulation_BM6D)
 
-    def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Tensor:
-        """Take the attention output [B, R, N, K]."""
-        assert isinstance(o, Tensor)
-        return self._finish(self._model.block(layer), x_BRD, o, modulation_BM6D)
+    def _finish(self, layer: int, x_BRD: Tensor, o_BRNK: Tensor, modulation_BM6D: Tensor) -> Tensor:
+        return self._compiled_finish(self._model.block(layer), x_BRD, o_BRNK, modulation_BM6D)

@@ -171,6 +171,17 @@ _TABLE = (
         bytes_moved=_hidden(5), tolerance=F_TOLERANCE,
     ),
     Op(
+        name="add_norm_modulate_next", klass="F", reference=reference.add_norm_modulate,
+        fused=adaln.add_norm_modulate, inputs=cases.add_norm_next_inputs, bytes_moved=_hidden(4),
+        tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="add_norm_modulate_next_fp8", klass="A", reference=reference.add_norm_modulate_fp8,
+        fused=adaln.add_norm_modulate_fp8, inputs=cases.add_norm_next_inputs,
+        bytes_moved=_hidden(3, 1), unquantized="add_norm_modulate_next",
+        exact=reference.add_norm_modulate, tolerance=A_TOLERANCE,
+    ),
+    Op(
         name="add_gated_sum", klass="F", reference=reference.add_gated, fused=adaln.add_gated,
         inputs=cases.with_deltas(cases.add_gated_inputs, delta_BRD="branch_BRD"),
         bytes_moved=_hidden(4), tolerance=F_TOLERANCE,

@@ -1,13 +1,16 @@
 """Norm, modulation and gated residual of a block, each in one pass over the rows.
 
     norm_modulate       norm(x) (1 + scale) + shift                          block start
-    add_norm_modulate   h = x + gate branch;  norm(h) (1 + scale) + shift    between the branches
+    add_norm_modulate   h = x + gate branch;  norm(h) (1 + scale) + shift    between the branches,
+                        and, with the modulation of the next block, between two blocks
     add_gated           x + gate branch                                      block end
 
 norm(x) = x rsqrt(mean x^2 + eps) weight. x, branch and outputs are [B, R, D] in fp32 or bf16; a
 modulation [B or 1, M, parts, D] has M equal runs of rows, so nothing is gathered. Sums and all that
 is between load and store are fp32; see `reference` for `rounding`. With "fast" the norm sees h
 before it is rounded. A `delta`, contiguous, is added to the branch first, and that sum is rounded.
+A `following` modulation, of as many runs, is that of the next block: the gate is then part 5 of the
+modulation, and shift and scale are parts 0 and 1 of the following one.
 The forms that end in `_fp8` return e4m3 codes and one factor a row instead of the modulated rows.
 Outputs are contiguous.
 Owns the operators; `adaln_triton` has the kernels.
@@ -82,8 +85,13 @@ def _check_add(
     weight_D: Tensor | None,
     modulation_BM6D: Tensor,
     rounding: str,
+    following: Tensor | None = None,
 ) -> None:
     _check(op, x_BRD, weight_D, modulation_BM6D, 6, rounding)
+    if following is not None:
+        _check(op, x_BRD, weight_D, following, 2, rounding)
+        runs = (following.shape[0], modulation_BM6D.shape[1], *following.shape[2:])
+        contract.require_shape(op, "following modulation", following, runs)
     contract.require_shape(op, "branch", branch_BRD, tuple(x_BRD.shape))
     contract.require_rows(op, x=x_BRD, branch=branch_BRD)
 
@@ -97,16 +105,18 @@ def add_norm_modulate(
     eps: float,
     rounding: str,
     delta_BRD: Tensor | None = None,
+    following_BMPD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return h and the modulated rows. Raises: ConfigError, UnsupportedError."""
     from engine.kernels import adaln_triton
 
     op = "add_norm_modulate"
-    _check_add(op, x_BRD, branch_BRD, weight_D, modulation_BM6D, rounding)
+    _check_add(op, x_BRD, branch_BRD, weight_D, modulation_BM6D, rounding, following_BMPD)
     contract.require_delta(op, "delta", delta_BRD, branch_BRD)
     return adaln_triton.add_norm_modulate(
-        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager", delta_BRD
-    )
+        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager", delta_BRD,
+        following_BMPD,
+    )  # fmt: skip
 
 
 @add_norm_modulate.register_fake
@@ -118,6 +128,7 @@ def _(
     eps: float,
     rounding: str,
     delta_BRD: Tensor | None = None,
+    following_BMPD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return x_BRD.new_empty(x_BRD.shape), x_BRD.new_empty(x_BRD.shape)
 
@@ -130,13 +141,15 @@ def add_norm_modulate_fp8(
     modulation_BM6D: Tensor,
     eps: float,
     rounding: str,
+    following_BMPD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return h, codes and factors of the modulated rows. Raises: ConfigError, UnsupportedError."""
     from engine.kernels import adaln_triton
 
-    _check_add("add_norm_modulate_fp8", x_BRD, branch_BRD, weight_D, modulation_BM6D, rounding)
+    op = "add_norm_modulate_fp8"
+    _check_add(op, x_BRD, branch_BRD, weight_D, modulation_BM6D, rounding, following_BMPD)
     return adaln_triton.add_norm_modulate_fp8(
-        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager"
+        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager", following_BMPD
     )
 
 
@@ -148,6 +161,7 @@ def _(
     modulation_BM6D: Tensor,
     eps: float,
     rounding: str,
+    following_BMPD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     codes = x_BRD.new_empty(x_BRD.shape, dtype=torch.float8_e4m3fn)
     return x_BRD.new_empty(x_BRD.shape), codes, contract.new_row_scale(x_BRD)

@@ -50,6 +50,8 @@ def _norm_kernel(
     x_row,
     branch_batch,
     branch_row,
+    gate_batch,
+    gate_run,
     modulation_batch,
     modulation_run,
     eps,
@@ -71,7 +73,8 @@ def _norm_kernel(
     if HAS_BRANCH:
         at = branch_ptr + batch * branch_batch + row * branch_row + column
         branch = load_sum(at, delta_ptr + program * WIDTH + column, mask, kind, HAS_DELTA)
-        gate = load_wide(gate_ptr + modulation, mask)
+        gate_at = gate_ptr + batch * gate_batch + (row // run_rows) * gate_run + column
+        gate = load_wide(gate_at, mask)
         x = rounded(x + rounded(gate * branch, kind, EAGER), kind, EAGER)
         tl.store(h_ptr + program * WIDTH + column, x.to(kind), mask=mask)
     inverse_rms = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps)
@@ -145,7 +148,7 @@ def _launch(
         x_BRD, branch, branch if delta_BRD is None else delta_BRD, weight_D, gate, shift, scale,
         *outputs, rows, rows // shift.shape[1],
         x_BRD.stride(0), x_BRD.stride(1), branch.stride(0), branch.stride(1),
-        batch_stride(shift), shift.stride(1), eps,
+        batch_stride(gate), gate.stride(1), batch_stride(shift), shift.stride(1), eps,
         WIDTH=width, BLOCK=block, HAS_BRANCH=branch_BRD is not None,
         HAS_DELTA=delta_BRD is not None, FP8=outputs[1].dtype == torch.float8_e4m3fn,
         EAGER=is_eager, RUN=_ACCESS_BYTES // x_BRD.element_size(),
@@ -177,8 +180,11 @@ def norm_modulate_fp8(
     return codes, factor
 
 
-def _between(modulation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return modulation[:, :, GATE_A], modulation[:, :, SHIFT_F], modulation[:, :, SCALE_F]
+def _between(modulation: Tensor, following: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, shift, scale between the branches of a block, or between it and the following one."""
+    if following is None:
+        return modulation[:, :, GATE_A], modulation[:, :, SHIFT_F], modulation[:, :, SCALE_F]
+    return modulation[:, :, GATE_F], following[:, :, SHIFT_A], following[:, :, SCALE_A]
 
 
 def add_norm_modulate(
@@ -189,11 +195,12 @@ def add_norm_modulate(
     eps: float,
     is_eager: bool,
     delta_BRD: Tensor | None,
+    following: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Launch for checked arguments."""
     h, out = (x_BRD.new_empty(x_BRD.shape) for _ in range(2))
-    outputs = (h, out, out)
-    _launch(x_BRD, branch_BRD, weight_D, _between(modulation), outputs, eps, is_eager, delta_BRD)
+    parts, outputs = _between(modulation, following), (h, out, out)
+    _launch(x_BRD, branch_BRD, weight_D, parts, outputs, eps, is_eager, delta_BRD)
     return h, out
 
 
@@ -204,10 +211,12 @@ def add_norm_modulate_fp8(
     modulation: Tensor,
     eps: float,
     is_eager: bool,
+    following: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch for checked arguments."""
     h, codes, factor = x_BRD.new_empty(x_BRD.shape), _codes(x_BRD), new_row_scale(x_BRD)
-    _launch(x_BRD, branch_BRD, weight_D, _between(modulation), (h, codes, factor), eps, is_eager)
+    parts, outputs = _between(modulation, following), (h, codes, factor)
+    _launch(x_BRD, branch_BRD, weight_D, parts, outputs, eps, is_eager)
     return h, codes, factor
 
 

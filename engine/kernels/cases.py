@@ -151,6 +151,13 @@ def add_norm_inputs(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
+def add_norm_next_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `add_norm_modulate` between two blocks, whose modulations lie apart."""
+    source, given = Source(case, device), add_norm_inputs(case, device)
+    following = source.normal(case.batch_size, case.runs, 7, case.hidden)[:, :, 1:]
+    return given | {"following_BMPD": following}
+
+
 def add_gated_inputs(case: Case, device: torch.device) -> dict[str, Any]:
     """Arguments of `add_gated`."""
     given = add_norm_inputs(case, device)

@@ -73,12 +73,18 @@ def add_norm_modulate(
     eps: float,
     rounding: Rounding,
     delta_BRD: Tensor | None = None,
+    following_BMPD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return h = x + gate branch, and norm(h) (1 + scale) + shift; parts 2, 4, 3."""
+    """Return h = x + gate branch, and norm(h) (1 + scale) + shift.
+
+    Gate, shift, scale: parts 2, 3, 4, or 5 and then 0, 1 of the ``following`` block.
+    """
     branch_BRD = _summed(branch_BRD, delta_BRD)
-    gate, shift, scale = (
-        _part(modulation_BM6D, part, x_BRD) for part in (GATE_A, SHIFT_F, SCALE_F)
-    )
+    vectors, parts = modulation_BM6D, (GATE_A, SHIFT_F, SCALE_F)
+    if following_BMPD is not None:
+        vectors, parts = following_BMPD, (GATE_F, SHIFT_A, SCALE_A)
+    gate = _part(modulation_BM6D, parts[0], x_BRD)
+    shift, scale = (_part(vectors, part, x_BRD) for part in parts[1:])
     h_BRD = _add_gated(x_BRD, branch_BRD, gate, rounding)
     out_BRD = _norm_modulate(h_BRD, weight_D, shift, scale, eps, rounding, x_BRD.dtype)
     return h_BRD.to(x_BRD.dtype), out_BRD
@@ -91,9 +97,12 @@ def add_norm_modulate_fp8(
     modulation_BM6D: Tensor,
     eps: float,
     rounding: Rounding,
+    following_BMPD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `add_norm_modulate` of the same arguments, the second part quantised."""
-    h_BRD, out_BRD = add_norm_modulate(x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding)
+    h_BRD, out_BRD = add_norm_modulate(
+        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding, None, following_BMPD
+    )
     return h_BRD, *quantize_rows(out_BRD)
 
 

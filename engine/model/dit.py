@@ -56,12 +56,19 @@ class Attend(Protocol):
 class Halves(Protocol):
     """The two halves of each block, before and after attention."""
 
-    def project(self, layer: int, x_BRD: Tensor, modulation_BR6D: Tensor) -> tuple[Any, Any, Any]:
-        """Return what ``attend`` takes."""
+    def project(self, layer: int, x: Any, modulation_BR6D: Tensor) -> tuple[Tensor, Any, Any, Any]:
+        """Take embedded rows or what `finish` returned; return the rows and what ``attend`` takes.
+
+        So a form may leave the last sum of a block to the first pass over the rows of the next.
+        """
         ...
 
-    def finish(self, layer: int, x_BRD: Tensor, o: Any, modulation_BR6D: Tensor) -> Tensor:
-        """Take what ``attend`` returned; return the rows of the next block."""
+    def finish(self, layer: int, x_BRD: Tensor, o: Any, modulation_BR6D: Tensor) -> Any:
+        """Take the rows of the block and what ``attend`` returned."""
+        ...
+
+    def settle(self, x: Any) -> Tensor:
+        """Return the rows [B, R, D] that the last `finish` stands for."""
         ...
 
 
@@ -323,14 +330,15 @@ class MiniMaxH3Transformer(nn.Module):
                 nobody reads.
         """
         last = len(self.transformer_blocks) - 1
+        x: Any = x_BRD
         for layer in range(last + 1):
-            q_BRNK, k_BRNK, v_BRNK = halves.project(layer, x_BRD, modulations_BR6D[layer])
+            x_BRD, q_BRNK, k_BRNK, v_BRNK = halves.project(layer, x, modulations_BR6D[layer])
             if keys_values_only and layer == last:
                 attend.store(layer, q_BRNK, k_BRNK, v_BRNK)
-                break
+                return x_BRD
             o = attend(layer, q_BRNK, k_BRNK, v_BRNK)
-            x_BRD = halves.finish(layer, x_BRD, o, modulations_BR6D[layer])
-        return x_BRD
+            x = halves.finish(layer, x_BRD, o, modulations_BR6D[layer])
+        return halves.settle(x)
 
     def _normed(self, x_BRD: Tensor, modulation_BR2D: Tensor) -> Tensor:
         shift, scale = modulation_BR2D.unbind(-2)

@@ -109,9 +109,11 @@ for rule in ((), (Fp8Rowwise(blocks=(0, 0)),)):
             key_BRNK=cache[0][:, 4:14], value_BRNK=cache[1][:, 4:14],
             raw_BRNK=cache[2][:, :10, :, :96], placement=placement,
         )
-        q, k, v = ops.project(0, x, modulation)
+        entered, q, k, v = ops.project(0, x, modulation)
         q = ops.place(0, q, k, v, slot)
-        return ops.finish(0, x, ops.output(0, q + cache[0][:, 4:14], placement), modulation)
+        o = ops.output(0, q + cache[0][:, 4:14], placement)
+        left, *qkv = ops.project(0, ops.finish(0, entered, o, modulation), modulation)
+        return torch.cat([left, ops.settle(left), *(each.flatten(2) for each in qkv)], dim=-1)
 
     with torch.no_grad():
         caches = [[torch.zeros(1, 16, 1, 128) for _ in range(3)] for _ in range(2)]

@@ -233,8 +233,13 @@ def run(linears, rounding, sums_inside):
         key_BRNK=cache[0][:, 4:14], value_BRNK=cache[1][:, 4:14],
         raw_BRNK=cache[2][:, :10, :, :96], placement=placement,
     )
-    q = ops.place(0, *ops.project(0, x, modulation), slot)
-    out = ops.finish(0, x, ops.output(0, q + cache[0][:, 4:14], placement), modulation)
+    entered, *projected = ops.project(0, x, modulation)
+    q = ops.place(0, *projected, slot)
+    o = ops.output(0, q + cache[0][:, 4:14], placement)
+    gated = ops.finish(0, entered, o, modulation)
+    left, *following = ops.project(0, gated, modulation)
+    next_q = ops.place(0, *following, slot)
+    out = torch.cat([ops.settle(gated), left, next_q.flatten(2)], dim=-1)
     return torch.cat([each.flatten() for each in (*cache, q, out)])
 
 same, made = {}, []

@@ -95,6 +95,8 @@ SAME_SUMS = {
     "norm_modulate_fp8": "norm_modulate",
     "add_norm_modulate_fp8": "add_norm_modulate",
     "add_norm_modulate_sum": "add_norm_modulate",
+    "add_norm_modulate_next": "add_norm_modulate",
+    "add_norm_modulate_next_fp8": "add_norm_modulate",
     "place_sum": "place",
 }
 """Forms of one formula, of which the first has the bits of the second."""
@@ -173,6 +175,8 @@ BAD = {
     "weight": ("norm_modulate", {"weight_D": torch.ones(95)}, r"\(95,\); allowed: \(96,\)"),
     "branch": ("add_gated", {"branch_BRD": torch.zeros(2, 4, 96).bfloat16()}, r"branch has shape"),
     "runs": ("norm_modulate", {"modulation_BMPD": torch.zeros(1, 2, 6, 96).bfloat16()}, "2 runs"),
+    "following": ("add_norm_modulate_next", {"following_BMPD": torch.zeros(1, 1, 6, 96).bfloat16()},
+                  r"following modulation has shape \(1, 1, 6, 96\); allowed: \(1, 5, 6, 96\)"),
     "parts": ("add_gated", {"modulation_BM6D": torch.zeros(1, 1, 2, 96).bfloat16()},
               r"allowed: \(1, 1, 6, 96\)"),
     "rotary": ("turn_output", {"start": 128}, "128 channels, 128 of them rotary; allowed"),
