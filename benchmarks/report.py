@@ -9,16 +9,14 @@ what has no record has no row; a test holds README.md and the model card against
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ladder_report import RECORDS as LADDER_RECORDS
 from benchmarks.ladder_report import draw_pictures, ladder_section
 from benchmarks.session_report import session_section
-from miniworld.evaluation.figures import Figure
+from miniworld.evaluation.figures import Figure, read_report
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -228,18 +226,8 @@ def _quality(path: Path) -> str:
 
 def _figures(path: Path) -> tuple[dict[tuple[str, str], Figure], dict[str, Any]]:
     """Figures of a record by item and name, and where they were measured."""
-    record = json.loads(path.read_text(encoding="utf-8"))
-    names = [field.name for field in dataclasses.fields(Figure)]
-    figures = {
-        (row["item"], row["name"]): Figure(**{key: row[key] for key in names})
-        for row in map(_with_number, record["figures"])
-    }
-    return figures, record["environment"]
-
-
-def _with_number(row: dict[str, Any]) -> dict[str, Any]:
-    """A figure that is not finite is null in json; it counts as missed."""
-    return row | {"value": math.nan if row["value"] is None else row["value"]}
+    report = read_report(path)
+    return {(each.item, each.name): each for each in report.figures}, report.environment
 
 
 def _rounded(figure: Figure) -> str:

@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from engine.config import preset
+from engine.config import BackendName, preset
+from engine.errors import WorldStreamError
 from miniworld.evaluation import endurance, quality
 from miniworld.evaluation.figures import Report
 from miniworld.evaluation.models import Models, load
@@ -75,6 +76,7 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
         "weights_hash": models.weights_hash,
         "dtype": str(models.core.model.dtype).removeprefix("torch."),
         "linear": models.linear,
+        "attention": models.attention,
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -130,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="cuda, cpu; cuda where present by default")
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on CUDA by default")
     add("--linear", default="bf16", help="bf16, fp8_rowwise, or a json file with a scheme")
+    add("--attention", choices=get_args(BackendName), default="auto", help="over the window")
     return parser
 
 
@@ -155,13 +158,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     dtype = getattr(torch, args.dtype or ("bfloat16" if name == "cuda" else "float32"))
-    models = load(
-        args.weights or str(preset("mini").weights),
-        device=device,
-        dtype=dtype,
-        stage=args.stage,
-        linear=args.linear,
-    )
+    try:
+        models = load(
+            args.weights or str(preset("mini").weights),
+            device=device,
+            dtype=dtype,
+            stage=args.stage,
+            linear=args.linear,
+            attention=args.attention,
+        )
+    except WorldStreamError as error:
+        parser.error(f"{error}")
     report = evaluate(models, settings, items, json_path=args.json, log=_print)
     _print(report.table())
     return 0

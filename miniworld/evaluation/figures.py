@@ -128,6 +128,28 @@ class Report:
         return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
+def read_report(path: Path) -> Report:
+    """Read what `Report.to_json` wrote.
+
+    Raises: OSError, ValueError for a file that is no such thing.
+    """
+    names = [field.name for field in dataclasses.fields(Figure)]
+    data = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        figures = [
+            Figure(**{name: row[name] for name in names} | _number(row["value"]))
+            for row in data["figures"]
+        ]
+        return Report(environment=data["environment"], figures=figures, seconds=data["seconds"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error!r}; expected figures as an evaluation writes") from error
+
+
+def _number(value: float | None) -> dict[str, float]:
+    """A figure that is not finite is null in json; it counts as missed."""
+    return {"value": math.nan if value is None else value}
+
+
 class Sheet:
     """A contact sheet under way: cells are added as frames come, row by row, column by column."""
 

@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
 from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
 from engine.checkpoint.reading import load_model
 from engine.checkpoint.source import open_source
-from engine.config import ModelConfig
+from engine.config import BackendName, ModelConfig, preset
 from engine.core import RolloutCore
+from engine.linears import check_linears
 from engine.model.dit import MiniMaxH3Transformer
 from engine.prefix import PrefixDraws, PrefixInputs, make_prefix
 from engine.quant import quantize_, scheme_of
@@ -48,6 +50,8 @@ class Models:
     weights_hash: str
     linear: str = "bf16"
     """Scheme of the linears of the blocks (`engine.quant`)."""
+    attention: str = "sdpa"
+    """Backend of the attention over the window (`engine.attention`)."""
 
     @property
     def config(self) -> ModelConfig:
@@ -67,6 +71,7 @@ def load(
     dtype: torch.dtype,
     stage: str = "",
     linear: str = "bf16",
+    attention: BackendName = "auto",
 ) -> Models:
     """Load models in one dtype.
 
@@ -77,11 +82,32 @@ def load(
         dtype: of the transformer's blocks and of the autoencoder.
         stage: of a training run: "distil" or "flow"; the best that is there when empty.
         linear: scheme of the linears of the blocks; "bf16" leaves them in `dtype`.
+        attention: backend of the attention over the window.
 
     Raises: FileNotFoundError or CheckpointError when the folder is neither, ConfigError for a
-        scheme that is no such thing.
+        scheme or a backend that is no such thing, UnsupportedError for one that this device lacks.
     """
-    scheme = scheme_of(linear)
+    check_linears(linear, preset("mini").model, device, dtype)
+    need = AttentionNeed.on(device, dtype, preset("mini").model.attention_head_dim)
+    backend = select_backend(need, attention)
+    model, text, vae, label, weights_hash = _parts(source, device, dtype, stage)
+    model.eval().requires_grad_(False)
+    quantize_(model, scheme_of(linear))
+    return Models(
+        core=RolloutCore(model, attention=AttentionPlan.of(backend)),
+        text=text.to(device).eval().requires_grad_(False),
+        vae=vae,
+        source=label,
+        weights_hash=weights_hash,
+        linear=linear,
+        attention=backend.name,
+    )
+
+
+def _parts(
+    source: str, device: torch.device, dtype: torch.dtype, stage: str
+) -> tuple[MiniMaxH3Transformer, WordEncoder, TinyVae, str, str]:
+    """Transformer, word encoder, autoencoder, what to call them, and the hash of their weights."""
     if source == RANDOM_WEIGHTS:
         return _random(device, dtype)
     folder = Path(source)
@@ -105,19 +131,12 @@ def load(
         label = f"{folder} ({name})"
         model = model.to(device)
         model.cast_blocks(dtype)
-    model = model.eval().requires_grad_(False)
-    quantize_(model, scheme)
-    return Models(
-        core=RolloutCore(model),
-        text=text.to(device).eval().requires_grad_(False),
-        vae=vae,
-        source=label,
-        weights_hash=weights_hash,
-        linear=linear,
-    )
+    return model, text, vae, label, weights_hash
 
 
-def _random(device: torch.device, dtype: torch.dtype) -> Models:
+def _random(
+    device: torch.device, dtype: torch.dtype
+) -> tuple[MiniMaxH3Transformer, WordEncoder, TinyVae, str, str]:
     from miniworld.train import mini_config
 
     config = mini_config()
@@ -126,13 +145,8 @@ def _random(device: torch.device, dtype: torch.dtype) -> Models:
     text = WordEncoder.of(config)
     vae = TinyVae(TinyVaeConfig()).cast(dtype).to(device)
     model.cast_blocks(dtype)
-    return Models(
-        core=RolloutCore(model.to(device).eval().requires_grad_(False)),
-        text=text.to(device).eval().requires_grad_(False),
-        vae=vae.eval().requires_grad_(False),
-        source=RANDOM_WEIGHTS,
-        weights_hash=RANDOM_WEIGHTS,
-    )
+    vae.eval().requires_grad_(False)
+    return model.to(device), text, vae, RANDOM_WEIGHTS, RANDOM_WEIGHTS
 
 
 def _best_stage(folder: Path, stage: str) -> str:

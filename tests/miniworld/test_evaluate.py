@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -295,6 +296,24 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(
     assert arguments[0] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "fastest"], "invalid choice: 'fastest'"),
+        (["--attention", "fa3"], "attention backend fa3 refuses"),
+        (["--linear", "fp4"], "fp4: .*expected a json list of rules"),
+    ],
+)
+def test_a_form_that_cannot_be_run_is_refused_before_anything_is_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, "--device", "cpu", "--weights", "no such folder"])
+
+    assert stopped.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_every_item_of_the_table_has_a_measure() -> None:
     assert set(ITEMS) == {
         "vae", "rollout", "yaw", "walking", "return", "prompt", "leading", "long", "outside",
@@ -331,9 +350,14 @@ def test_the_shipped_world_keeps_its_quality(
 
 def test_linears_in_eight_bits_keep_its_quality() -> None:
     models = load(
-        str(preset("mini").weights), device=CPU, dtype=torch.float32, linear="fp8_rowwise"
+        str(preset("mini").weights),
+        device=CPU,
+        dtype=torch.float32,
+        linear="fp8_rowwise",
+        attention="math",
     )
     settings = dataclasses.replace(SHORT, cases=4, report_chunks=(2,))
     report = evaluate(models, settings, ("rollout",))
     assert report.environment["linear"] == "fp8_rowwise"
+    assert report.environment["attention"] == "math"
     assert report.value("rollout", "gain over the frozen frame, chunk 2") >= SHIPPED_GAIN_DB
