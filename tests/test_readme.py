@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import pictures, report
+from benchmarks import pictures, quality, report, sqnr
 from miniworld import evaluate, train
 from miniworld.prompts import KNOWN_WORDS
 from miniworld.scene import NAMED_SCENES
@@ -90,6 +90,13 @@ def _python(arguments: list[str]) -> None:
         train._parser().parse_args(rest)
     elif module == "miniworld.evaluate":
         assert evaluate.main([*rest, "--short", "--cases", "2", "--items", "vae"]) == 0
+    elif module == "benchmarks.quality":
+        # Each is compared with itself: no approximation touches what the short form looks at.
+        exact, approximate, *options = rest
+        assert quality.main([exact, exact, *options]) == 0
+        assert quality.main([approximate, approximate, *options]) == 0
+    elif module == "benchmarks.sqnr":
+        assert sqnr.main(rest) == 0
     else:
         {"benchmarks.pictures": pictures, "benchmarks.report": report}[module].main()
 
