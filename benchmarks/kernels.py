@@ -114,7 +114,7 @@ def _distance(op: Op, case: Case, device: torch.device) -> float:
         tensors = [] if returned is None else [returned]
         if isinstance(returned, tuple):
             tensors = list(returned)
-        outputs.append([*_values(tensors), *(given[name].float() for name in op.written)])
+        outputs.append(_values([*tensors, *op.written_in(given)]))
     pairs = zip(*outputs, strict=True)
     return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
 

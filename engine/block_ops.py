@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.placement import Placement
+from engine.cache_buffers import CacheBuffers
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.rope import apply_rope
 
@@ -90,7 +91,17 @@ class RowOps(Protocol):
         ...
 
     def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
-        """Write the rotary channels of keys that stand in a new slot."""
+        """Write the rotary channels of keys whose place in time is another one."""
+        ...
+
+    def slide(self, buffers: CacheBuffers, slot: int) -> None:
+        """Move the window on by one chunk, in all layers.
+
+        Args:
+            buffers: of a full window, whose newest chunk is refreshed and lies behind the ring.
+            slot: of the oldest chunk in the ring, which the newest one takes. The chunks are then
+                in the order of time from the slot after it on, around the ring.
+        """
         ...
 
 
@@ -139,6 +150,24 @@ class PlainRowOps:
     def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
         """Rotate and copy."""
         key_BRNK[..., : cos_RK.shape[-1]] = apply_rope(raw_BRNK, cos_RK, sin_RK)
+
+    def slide(self, buffers: CacheBuffers, slot: int) -> None:
+        """Layer by layer: what is final moves, and one rotation goes over the whole ring."""
+        rows, ring_rows = (part[0].shape[1] for part in (buffers.newest_BRNK, buffers.raw_BSNK))
+        first, start = buffers.shape.prefix_rows, buffers.cos_SK.shape[-1]
+        raw_rows = slice(slot * rows, (slot + 1) * rows)
+        target = slice(first + raw_rows.start, first + raw_rows.stop)
+        source = slice(first + ring_rows, first + ring_rows + rows)
+        # Slot by slot: the tables begin with the oldest chunk, the ring with slot 0.
+        cos_SK, sin_SK = (
+            table_SK[:ring_rows].roll(raw_rows.stop, dims=0)
+            for table_SK in (buffers.cos_SK, buffers.sin_SK)
+        )
+        for keys, values, raw_keys, newest_keys in buffers.layers():
+            values[:, target] = values[:, source]
+            keys[:, target, :, start:] = keys[:, source, :, start:]
+            raw_keys[:, raw_rows] = newest_keys
+            self.rotate(raw_keys, cos_SK, sin_SK, keys[:, first : first + ring_rows])
 
 
 class PlainBlockOps(PlainRowOps):

@@ -3,12 +3,13 @@
 Owns allocation. Invariant: what a lender gives out belongs to one rollout until that has gone, and
 then to the next one of the same shape, at the same addresses, so that graphs which were captured
 over it serve again.
-Shape suffixes: B batch, S key rows, N heads, K head width.
+Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +36,16 @@ class CacheBuffers:
     """Placed keys of prefix and window."""
     values_BSNK: list[Tensor]
     raw_BSNK: list[Tensor]
-    """Rotary channels of the window's keys before they are rotated."""
-    newest_BSNK: list[Tensor]
+    """Rotary channels of the keys in the ring before they are rotated, slot by slot."""
+    newest_BRNK: list[Tensor]
     """The same of the chunk that is being refreshed, whose slot differs while the window fills."""
     cos_SK: Tensor
     sin_SK: Tensor
-    """Rotary tables of the window's slots."""
+    """Rotary tables of the window's slots: of the oldest chunk first."""
+
+    def layers(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Keys, values, raw and newest raw channels of each layer."""
+        return zip(self.keys_BSNK, self.values_BSNK, self.raw_BSNK, self.newest_BRNK, strict=True)
 
     def resize_prefix(self, rows: int) -> None:
         """Move the window behind a prefix of another length; addresses change."""
@@ -69,6 +74,7 @@ def allocate(
         ]
 
     width, window_rows = config.attention_head_dim, config.window_chunks * config.rows_per_chunk
+    ring_rows = config.history_chunks * config.rows_per_chunk
     # One row more than is used: a view of the full window is then strided like that of a shorter
     # one, so that one compiled pass serves all.
     rows = shape.prefix_rows + window_rows + 1
@@ -77,8 +83,8 @@ def allocate(
         shape=shape,
         keys_BSNK=lists(rows, width),
         values_BSNK=lists(rows, width),
-        raw_BSNK=lists(window_rows, config.rotary_dim),
-        newest_BSNK=lists(config.rows_per_chunk, config.rotary_dim),
+        raw_BSNK=lists(ring_rows, config.rotary_dim),
+        newest_BRNK=lists(config.rows_per_chunk, config.rotary_dim),
         cos_SK=table,
         sin_SK=torch.empty_like(table),
     )

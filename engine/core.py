@@ -10,7 +10,6 @@ matrix.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -296,9 +295,7 @@ class RolloutCore:
             buffers = allocate(self.config, shape, device=self.device, dtype=self.model.dtype)
             return PackedCache(self.config, tables, buffers, ops=self._block_ops)
         buffers = self._lender.take(shape)
-        # No reference to the cache itself: its memory returns the moment that it is dropped.
-        run_slide = functools.partial(self._passes.slide, batch_size)
-        cache = PackedCache(self.config, tables, buffers, ops=self._block_ops, run_slide=run_slide)
+        cache = PackedCache(self.config, tables, buffers, ops=self._block_ops)
         weakref.finalize(cache, self._lender.give, buffers)
         return cache
 

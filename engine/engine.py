@@ -183,8 +183,8 @@ class Engine:
             picture_HWC=torch.zeros(size.height_px, size.width_px, 3, dtype=torch.uint8),
         )
         windows = self.model_config.window_chunks
-        # The steady window comes twice more: its passes are recorded, then its slide.
-        total = windows + (2 if self.config.graphs is True else 0)
+        # The steady window comes once more: its passes are recorded then.
+        total = windows + (1 if self.config.graphs is True else 0)
         for done in range(total):
             self.step(rollout, Action.still())
             label = f"window of {min(done + 1, windows)} chunks"

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from engine.attention.placement import Placement
 from engine.block_ops import BlockOps, Fp8Rows, Gated, Projected, Residual, Rows, Slot, Sum
+from engine.cache_buffers import CacheBuffers
 from engine.errors import UnsupportedError
-from engine.kernels import adaln, fp8_linear, qknorm_rope, swiglu
+from engine.kernels import adaln, fp8_linear, qknorm_rope, slide, swiglu
 from engine.kernels.reference import Rounding
 from engine.model.dit import MiniMaxH3Transformer, RMSNorm
 from engine.model.lora_linear import LoraLinear
@@ -221,6 +222,13 @@ class _FusedBlockOps:
     def rotate(self, raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor) -> None:
         """Rotate in place."""
         qknorm_rope.rotate(raw_BRNK, cos_RK, sin_RK, key_BRNK, self._rounding)
+
+    def slide(self, buffers: CacheBuffers, slot: int) -> None:
+        """Move and rotate in one launch."""
+        slide.slide(
+            buffers.keys_BSNK, buffers.values_BSNK, buffers.raw_BSNK, buffers.newest_BRNK,
+            buffers.cos_SK, buffers.sin_SK, buffers.shape.prefix_rows, slot, self._rounding,
+        )  # fmt: skip
 
 
 def _apart(projected: Projected) -> tuple[Tensor, Tensor | None]:

@@ -1,21 +1,27 @@
 """Keys and values of the window: the constant prefix, at most five past chunks, the current one.
 
-    slot      0       1       2       3       4       5
-    [prefix | oldest        history         newest | current]       steady, chunk index >= 5
-    [prefix | history | current |                           ]       filling, current slot = index
+    slot      0   1   2   3   4   5
+    [prefix | 0   1   2 | 3         ]   filling: chunk 3 is open; each is in the slot of its index
+    [prefix | 0   1   2   3   4 | 5 ]   steady: the past is a ring, the open chunk behind it
+    [prefix | 5   6   2   3   4 | 7 ]   chunk 6 took the slot of chunk 1: chunk c is in slot c % 5
 
 Owns the order `begin(chunk) -> window(layer, q, k, v)... -> commit()`, eviction, and two layouts of
 the same content: `PackedCache` keeps what attention reads; `PlainCache` keeps what the projections
 gave, places everything anew at each call, and is the oracle of the first. Invariants: whole chunks,
 first in first out, no gaps; buffers keep their addresses; index arithmetic is in Python ints. The
-slide waits until the next chunk begins, or `settle`, so that the last commit can be undone until
-then.
+slide of the window waits until the next chunk begins, or `settle`, so that the last commit can be
+undone until then.
+
+Where a chunk sits says nothing of its age: its keys are rotated by its place in time, the oldest
+chunk's by the first rows of the tables. Attention sums over the keys, so their order is free but
+for the rounding of that sum (class F against oldest first). Both layouts have the order of the
+ring, hence equal bits; a slide moves one chunk where the order of age would move five.
 Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -109,13 +115,18 @@ class CacheOrder:
             )
         return self._placement
 
-    def slot_tables(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Rotary cosines and sines of the rows in a slot."""
-        rows = slice(slot * self.rows, (slot + 1) * self.rows)
+    @property
+    def ring(self) -> list[int]:
+        """The same chunks in the order of their slots."""
+        return sorted(self.history, key=lambda chunk: chunk % self.history_limit)
+
+    def angles(self, place: int) -> tuple[Tensor, Tensor]:
+        """Rotary cosines and sines of a chunk; place 0 is that of the oldest one in the window."""
+        rows = slice(place * self.rows, (place + 1) * self.rows)
         return self.tables.cos_SK[rows], self.tables.sin_SK[rows]
 
-    def _placement_of(self, slot: int, camera: Projective) -> Placement:
-        cos_RK, sin_RK = self.slot_tables(slot)
+    def _placement_of(self, place: int, camera: Projective) -> Placement:
+        cos_RK, sin_RK = self.angles(place)
         return Placement(cos_RK=cos_RK, sin_RK=sin_RK, camera=camera, ops=self.tables.ops)
 
     def begin(self, chunk_index: int, camera: Projective) -> None:
@@ -226,10 +237,12 @@ class PlainCache(CacheOrder):
             self._mark(layer)
         prefix_k, prefix_v = self._prefix[layer]
         keys, values = [prefix_k], [prefix_v]
-        for slot, (chunk, camera) in enumerate(zip(self._chunks, self._cameras, strict=True)):
-            past = self._placement_of(slot, camera)
-            keys.append(past.key(chunk[layer][0]))
-            values.append(past.value(chunk[layer][1]))
+        for chunk in self.ring:
+            place = chunk - self.history[0]
+            past = self._placement_of(place, self._cameras[place])
+            k_past, v_past = self._chunks[place][layer]
+            keys.append(past.key(k_past))
+            values.append(past.value(v_past))
         keys.append(placement.key(k_BRNK))
         values.append(placement.value(v_BRNK))
         return Window(placement.query(q_BRNK), torch.cat(keys, dim=1), torch.cat(values, dim=1))
@@ -257,20 +270,12 @@ class WindowViews:
     """Where a refresh leaves the rotary channels of the chunk's keys before they are rotated."""
 
 
-RunSlide = Callable[[int, Callable[[], None], Sequence[Tensor]], None]
-"""(prefix rows, slide, the tensors that it reads and writes) -> None, once the slide is done."""
-
-
-def _slide_now(prefix_rows: int, slide: Callable[[], None], fixed: Sequence[Tensor]) -> None:
-    slide()
-
-
 class PackedCache(CacheOrder):
     """One contiguous buffer a layer with everything placed; a denoise step writes only its chunk.
 
     Values and the PRoPE channels of keys are final once written, because a pose is relative to the
-    first frame for life. The rotary channels of keys move one slot per chunk, so they are also kept
-    raw, slot by slot as the keys lie, and rotated anew once per slide.
+    first frame for life. The place in time of a past chunk moves by one with each chunk, so the
+    rotary channels of its keys are also kept raw, and rotated anew once per slide.
     """
 
     def __init__(
@@ -280,12 +285,9 @@ class PackedCache(CacheOrder):
         buffers: CacheBuffers,
         *,
         ops: RowOps | None = None,
-        run_slide: RunSlide = _slide_now,
     ) -> None:
         super().__init__(config, tables)
         self._ops: RowOps = ops or PlainRowOps()
-        self._run_slide = run_slide
-        self._window_rows = config.window_chunks * self.rows
         self._buffers = buffers
         self._views: dict[int, WindowViews] = {}
         self._adopt(tables)
@@ -309,7 +311,7 @@ class PackedCache(CacheOrder):
             self._views[self.slot] = WindowViews(
                 keys_BSNK=tuple(keys[:, :stop] for keys in buffers.keys_BSNK),
                 values_BSNK=tuple(values[:, :stop] for values in buffers.values_BSNK),
-                raw_BRNK=tuple(buffers.newest_BSNK),
+                raw_BRNK=tuple(buffers.newest_BRNK),
             )
         return self._views[self.slot]
 
@@ -339,10 +341,15 @@ class PackedCache(CacheOrder):
         if new_rows != old_rows:
             self._buffers.resize_prefix(new_rows)
             self._views.clear()
-        # One more than the history while a slide is due.
-        is_due = self._can_undo and self.committed > self.history_limit
-        for slot in range(self.slot + is_due):
-            self._rotate(slot)
+        # The newest chunk stands behind the history of the one before it until the slide.
+        before = self.committed - self._can_undo
+        past = range(max(0, before - self.history_limit), before)
+        for place, chunk in enumerate(past):
+            slot = chunk % self.history_limit
+            raw_rows = slice(slot * self.rows, (slot + 1) * self.rows)
+            self._rotate([raw[:, raw_rows] for raw in self._buffers.raw_BSNK], slot, place)
+        if self._can_undo:
+            self._rotate(self._buffers.newest_BRNK, len(past), len(past))
 
     def window(
         self,
@@ -401,42 +408,24 @@ class PackedCache(CacheOrder):
             ("raw", buffers.raw_BSNK),
         )
 
-    def _raw_rows(self, slot: int) -> slice:
-        return slice(slot * self.rows, (slot + 1) * self.rows)
-
-    def _rotate(self, slot: int) -> None:
-        cos_RK, sin_RK = self.slot_tables(slot)
-        rows, raw_rows, buffers = self._rows_of(slot), self._raw_rows(slot), self._buffers
-        for keys, raw_keys in zip(buffers.keys_BSNK, buffers.raw_BSNK, strict=True):
-            self._ops.rotate(raw_keys[:, raw_rows], cos_RK, sin_RK, keys[:, rows])
+    def _rotate(self, raw_BRNK: Sequence[Tensor], slot: int, place: int) -> None:
+        """Rotate the keys in a slot, in all layers, for a place in time."""
+        (cos_RK, sin_RK), rows = self.angles(place), self._rows_of(slot)
+        for keys, raw_keys in zip(self._buffers.keys_BSNK, raw_BRNK, strict=True):
+            self._ops.rotate(raw_keys, cos_RK, sin_RK, keys[:, rows])
 
     def _slide(self) -> None:
-        if self.committed <= self.history_limit:
-            return  # the window still fills: the committed chunk already sits in its slot
-        buffers = self._buffers
-        fixed = (
-            *buffers.keys_BSNK, *buffers.values_BSNK, *buffers.raw_BSNK,
-            buffers.cos_SK, buffers.sin_SK,
-        )  # fmt: skip
-        self._run_slide(self.tables.prefix_rows, self._move_down, fixed)
-
-    def _move_down(self) -> None:
-        """Move every chunk to the slot before its own."""
-        buffers = self._buffers
-        layers = (buffers.keys_BSNK, buffers.values_BSNK, buffers.raw_BSNK)
-        for slot in range(self.history_limit):
-            target, source = self._rows_of(slot), self._rows_of(slot + 1)
-            raw_target, raw_source = self._raw_rows(slot), self._raw_rows(slot + 1)
-            for keys, values, raw_keys in zip(*layers, strict=True):
-                keys[:, target, :, self.start :] = keys[:, source, :, self.start :]
-                values[:, target] = values[:, source]
-                raw_keys[:, raw_target] = raw_keys[:, raw_source]
-            self._rotate(slot)
+        newest, buffers = self.committed - 1, self._buffers
+        if newest < self.history_limit:
+            # The window still fills: the chunk sits in its slot, and so do its angles.
+            rows = slice(newest * self.rows, (newest + 1) * self.rows)
+            for raw_keys, newest_keys in zip(buffers.raw_BSNK, buffers.newest_BRNK, strict=True):
+                raw_keys[:, rows] = newest_keys
+        elif self.history_limit > 0:
+            self._ops.slide(buffers, newest % self.history_limit)
 
     def _commit(self, placement: Placement) -> None:
-        rows, buffers = self._raw_rows(self.slot), self._buffers
-        for raw_keys, newest in zip(buffers.raw_BSNK, buffers.newest_BSNK, strict=True):
-            raw_keys[:, rows] = newest
+        pass
 
     def _undo(self) -> None:
         pass

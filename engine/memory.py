@@ -301,11 +301,11 @@ def window_bytes(model: ModelConfig, size: int) -> int:
     """Packed window of one rollout: see `cache_buffers.allocate`.
 
     Placed keys and values of prefix, history and current chunk, and the rotary channels of the
-    chunks' keys once more, those of the current one twice.
+    chunks' keys once more.
     """
     window_rows = model.window_chunks * model.rows_per_chunk
     channels = 2 * (prefix_row_count(model) + window_rows + 1) * model.attention_head_dim
-    channels += (window_rows + model.rows_per_chunk) * model.rotary_dim
+    channels += window_rows * model.rotary_dim
     tables = 2 * window_rows * model.rotary_dim
     return (model.num_layers * model.num_attention_heads * channels + tables) * size
 

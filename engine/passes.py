@@ -11,7 +11,6 @@ M distinct times, G camera groups, 44 a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,9 +125,7 @@ class ChunkPasses:
         is_compiled: bool = False,
         runner: GraphRunner | None = None,
     ) -> None:
-        config, self._dtype = model.config, model.dtype
-        self._rows = config.rows_per_chunk
-        self._history_rows = config.history_chunks * config.rows_per_chunk
+        self._dtype = model.dtype
         self._is_compiled = is_compiled
         self.runner = runner
 
@@ -189,27 +186,6 @@ class ChunkPasses:
         if keep:
             cache.kept()
         return output
-
-    def slide(
-        self, batch: int, prefix_rows: int, slide: Callable[[], None], fixed: Sequence[Tensor]
-    ) -> None:
-        """Run the slide of a window, which is many small copies, as a pass of its own.
-
-        Args:
-            batch: size of the rollout.
-            prefix_rows: of its window.
-            slide: moves every chunk down.
-            fixed: what it reads and writes.
-        """
-        if self.runner is None:
-            slide()
-            return
-        key = GraphKey(
-            phase=Phase.SLIDE, rows=self._rows, history_rows=self._history_rows,
-            prefix_rows=prefix_rows, dtype=self._dtype, batch=batch,
-        )  # fmt: skip
-        self.runner.allow([key])
-        self.runner.run(key, slide, fixed)
 
     def begin_chunk(self) -> None:
         """Begin the passes of the next chunk."""

@@ -17,7 +17,6 @@ class Phase(StrEnum):
 
     DENOISE = "denoise"
     REFRESH = "refresh"
-    SLIDE = "slide"
     DECODE = "decode"
 
 

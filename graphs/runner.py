@@ -34,7 +34,7 @@ class RunnerLimits:
     captures_per_turn: int = 2
     """The two passes of a chunk: it then takes about half as long again."""
     max_entries: int = 32
-    """Two phases of six windows and the slide, for two lengths of prompt."""
+    """Two phases of six windows, for two lengths of prompt and some of a third."""
     max_bytes: int = 16 * _GIB
     is_strict: bool = False
     """Raise where a pass cannot be recorded, instead of running it plainly."""

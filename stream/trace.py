@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from engine.types import Action
 
-TRACE_VERSION = 3
+TRACE_VERSION = 4
+"""Rises where an older trace would be read, but not made again bit for bit."""
 TRACE_SUFFIX = ".trace.jsonl"
 FILE_LIMIT_BYTES = 256 * 1024 * 1024
 FRAMES_PER_CHUNK = sum(FRAMES_PER_LATENT)

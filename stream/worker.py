@@ -188,7 +188,7 @@ class Worker:
         # As long as that of the first session, so that its passes are recorded already.
         session = Session(world, prompt=self._worlds.prepare(start, None), seed=0)
         is_model = spec.source == "model"
-        # On CUDA the steady window comes twice more: its passes are recorded, then its slide.
+        # On CUDA the steady window comes twice more: its passes are recorded, then timed.
         more = 2 if world.device.startswith("cuda") else 1
         count = preset(spec.preset).model.window_chunks + more if is_model else 1
         for done in range(count):

@@ -6,13 +6,23 @@ Does not own: when they run; the rest of `engine` decides that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from engine.kernels import absorb, adaln, cases, fp8_linear, qknorm_rope, reference, swiglu
+from engine.kernels import (
+    absorb,
+    adaln,
+    cases,
+    fp8_linear,
+    qknorm_rope,
+    reference,
+    slide,
+    swiglu,
+)
 from engine.kernels.cases import CASES, Case
 
 Klass = Literal["X", "F", "A"]
@@ -37,9 +47,14 @@ class Op:
     exact: Callable[..., Any] | None = None
     """What it would return without any rounding to codes; None: the reference itself."""
     written: tuple[str, ...] = ()
-    """Arguments that are written instead of returned."""
+    """Arguments that are written instead of returned: tensors, or lists with one a layer."""
     tolerance: float
     """Largest RMS of the error over that of the result, in bf16."""
+
+    def written_in(self, given: Mapping[str, Any]) -> list[Tensor]:
+        """What a call with these arguments wrote; layers are joined on a new first axis."""
+        written = (given[name] for name in self.written)
+        return [each if isinstance(each, Tensor) else torch.stack(each) for each in written]
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -84,6 +99,12 @@ def _linear_bytes(case: Case) -> float:
     return _rows(case) * case.hidden + case.inner * case.hidden + outputs
 
 
+def _slide_bytes(case: Case) -> float:
+    # All raw channels are read and rotated; of the newest chunk the rest is copied.
+    kept = 2 * _heads(2)(case) - _rotary(2)(case)
+    return cases.SLIDE_LAYERS * (_rotary(2 * cases.SLIDE_SLOTS + 1)(case) + kept)
+
+
 _TABLE = (
     Op(
         name="norm_modulate", klass="F", reference=reference.norm_modulate,
@@ -119,6 +140,11 @@ _TABLE = (
         name="rotate", klass="F", reference=reference.rotate, fused=qknorm_rope.rotate,
         inputs=cases.rotate_inputs, bytes_moved=_rotary(2), written=("key_BRNK",),
         tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="slide", klass="F", reference=reference.slide, fused=slide.slide,
+        inputs=cases.slide_inputs, bytes_moved=_slide_bytes,
+        written=("keys_BSNK", "values_BSNK", "raw_BSNK"), tolerance=F_TOLERANCE,
     ),
     Op(
         name="turn_output", klass="F", reference=reference.turn_output,

@@ -70,6 +70,8 @@ def _full() -> list[Case]:
 
 
 CASES = (*_small(), *_full())
+SLIDE_LAYERS, SLIDE_SLOTS = 2, 5
+"""Of the caches that `slide` is tested and measured on."""
 
 
 class Source:
@@ -195,6 +197,28 @@ def rotate_inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "raw_BRNK": raw,
         **source.tables(),
         "key_BRNK": source.slot(case.width),
+        "rounding": case.rounding,
+    }
+
+
+def slide_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `slide`: some layers of a cache; the oldest chunk is amid the ring."""
+    source, rows = Source(case, device), case.rows
+    tables = [source.tables() for _ in range(SLIDE_SLOTS)]
+
+    def layers(total_rows: int, width: int) -> list[Tensor]:
+        shape = (case.batch_size, case.heads, total_rows, width)
+        return [source.normal(*shape).transpose(1, 2) for _ in range(SLIDE_LAYERS)]
+
+    return {
+        "keys_BSNK": layers(2 + (SLIDE_SLOTS + 1) * rows + 1, case.width),
+        "values_BSNK": layers(2 + (SLIDE_SLOTS + 1) * rows + 1, case.width),
+        "raw_BSNK": layers(SLIDE_SLOTS * rows, case.rotary),
+        "newest_BRNK": layers(rows, case.rotary),
+        "cos_SK": torch.cat([each["cos_RK"] for each in tables]),
+        "sin_SK": torch.cat([each["sin_RK"] for each in tables]),
+        "prefix_rows": 2,
+        "slot": 3,
         "rounding": case.rounding,
     }
 

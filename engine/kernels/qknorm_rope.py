@@ -1,7 +1,7 @@
 """Everything between the projections of a block and its attention, each in one pass.
 
     place        q, k: norm a head, RoPE, PRoPE; v: PRoPE; k and v go straight into the cache slot
-    rotate       rotary channels of history keys, from their raw form, once per slide
+    rotate       rotary channels of keys, from their raw form, when their positions change
     turn_output  PRoPE of the attention output, heads side by side for the output projection
 
 For a head of K channels, of which the first S are rotary: n = x rsqrt(mean x^2 + eps) weight;
@@ -10,7 +10,6 @@ of four of the other channels is multiplied by the 4x4 matrix of its row. q, k, 
 tables [R, S] of which the first half counts, matrices [B or 1, G, 4, 4] with G equal runs of rows.
 Sums and all that is between load and store are fp32; see `reference` for `rounding`. All rows may
 be views with any strides but a dense last axis, the slot as well; new outputs are contiguous.
-`rotate` serves all layers in one launch where they are one axis: B may be layers times samples.
 Owns the operators; `qknorm_rope_triton` has the kernels.
 """
 
@@ -23,7 +22,8 @@ from engine.errors import ConfigError, UnsupportedError
 from engine.kernels import contract
 
 
-def _check_head(op: str, width: int, start: int) -> None:
+def check_head(op: str, width: int, start: int) -> None:
+    """Raises: UnsupportedError for a width that does not divide into pairs and groups of four."""
     if start % 2 or start < 2 or width <= start or (width - start) % 4:
         raise UnsupportedError(
             f"{op}: heads have {width} channels, {start} of them rotary; allowed: an even number, "
@@ -95,7 +95,7 @@ def place(
     batch_size, rows, _, width = q_BRNK.shape
     contract.require_kernels(op, q_BRNK)
     contract.require_rounding(op, rounding)
-    _check_head(op, width, start)
+    check_head(op, width, start)
     slot = {"key": key_BRNK, "value": value_BRNK}
     contract.require_rows(op, q=q_BRNK, k=k_BRNK, v=v_BRNK, **slot)
     for name, tensor in {"k": k_BRNK, "v": v_BRNK, **slot}.items():
@@ -158,7 +158,7 @@ def rotate(
     contract.require_kernels(op, raw_BRNK)
     contract.require_rounding(op, rounding)
     contract.require_rows(op, raw=raw_BRNK, key=key_BRNK)
-    _check_head(op, key_BRNK.shape[-1], start)
+    check_head(op, key_BRNK.shape[-1], start)
     contract.require_shape(op, "raw", raw_BRNK, (*key_BRNK.shape[:3], start))
     _check_tables(op, key_BRNK.shape[1], cos_RK, sin_RK)
     qknorm_rope_triton.rotate(raw_BRNK, cos_RK, sin_RK, key_BRNK, rounding == "eager")
@@ -172,7 +172,7 @@ def _(raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor, roundi
 def _check_turn(op: str, o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> None:
     contract.require_kernels(op, o_BRNK)
     contract.require_rows(op, o=o_BRNK)
-    _check_head(op, o_BRNK.shape[-1], start)
+    check_head(op, o_BRNK.shape[-1], start)
     _check_matrix(op, "matrix", matrix_BG44, o_BRNK.shape[0], o_BRNK.shape[1])
 
 

@@ -22,6 +22,7 @@ from engine.kernels.rows_triton import (
     codes_of,
     load_sum,
     load_wide,
+    rotated_pair,
     rounded,
     row_factors,
     warps_for,
@@ -50,13 +51,6 @@ def _turned(x, matrix_ptr, HEADS: tl.constexpr, REST_PAD: tl.constexpr):
     y2 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 8)
     y3 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 12)
     return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), (HEADS, REST_PAD))
-
-
-@triton.jit
-def _rotated(first, second, cos, sin, kind: tl.constexpr, EAGER: tl.constexpr):
-    low = rounded(first * cos, kind, EAGER) - rounded(second * sin, kind, EAGER)
-    high = rounded(second * cos, kind, EAGER) + rounded(first * sin, kind, EAGER)
-    return low, high
 
 
 @triton.jit
@@ -125,7 +119,7 @@ def _place_kernel(
         q_ptr + batch * q_batch + row * q_row, q_head, q_delta_ptr + packed, q_weight_ptr, head,
         pair, rest, pair_mask, rest_mask, eps, kind, HAS_DELTA, HALF, WIDTH, HALF_PAD, REST_PAD,
         EAGER)  # fmt: skip
-    low, high = _rotated(first, second, cos, sin, kind, EAGER)
+    low, high = rotated_pair(first, second, cos, sin, kind, EAGER)
     at = out_ptr + packed
     tl.store(at + pair, low.to(kind), mask=pair_mask)
     tl.store(at + HALF + pair, high.to(kind), mask=pair_mask)
@@ -140,7 +134,7 @@ def _place_kernel(
         at = raw_ptr + batch * raw_batch + row * raw_row + wide_head * raw_head
         tl.store(at + pair, first.to(kind), mask=pair_mask)
         tl.store(at + HALF + pair, second.to(kind), mask=pair_mask)
-    low, high = _rotated(first, second, cos, sin, kind, EAGER)
+    low, high = rotated_pair(first, second, cos, sin, kind, EAGER)
     at = key_ptr + batch * key_batch + row * key_row + wide_head * key_head
     tl.store(at + pair, low.to(kind), mask=pair_mask)
     tl.store(at + HALF + pair, high.to(kind), mask=pair_mask)
@@ -176,7 +170,7 @@ def _rotate_kernel(
     cos, sin = _tables(cos_ptr, sin_ptr, row, cos_row, sin_row, kind, HALF, HALF_PAD, EAGER)
     at = raw_ptr + batch * raw_batch + row * raw_row + head * raw_head
     first, second = load_wide(at + pair, mask), load_wide(at + HALF + pair, mask)
-    low, high = _rotated(first, second, cos, sin, kind, EAGER)
+    low, high = rotated_pair(first, second, cos, sin, kind, EAGER)
     at = key_ptr + batch * key_batch + row * key_row + head * key_head
     tl.store(at + pair, low.to(kind), mask=mask)
     tl.store(at + HALF + pair, high.to(kind), mask=mask)

@@ -13,6 +13,7 @@ feed-forward part, M runs of rows with one modulation, G runs of rows with one c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -159,6 +160,42 @@ def rotate(
 ) -> None:
     """Write the rotary channels of keys from their raw form; the other channels stay."""
     key_BRNK[..., : cos_RK.shape[-1]] = apply_rope(_inner(raw_BRNK, rounding), cos_RK, sin_RK)
+
+
+def slide(
+    keys_BSNK: Sequence[Tensor],
+    values_BSNK: Sequence[Tensor],
+    raw_BSNK: Sequence[Tensor],
+    newest_BRNK: Sequence[Tensor],
+    cos_SK: Tensor,
+    sin_SK: Tensor,
+    prefix_rows: int,
+    slot: int,
+    rounding: Rounding,
+) -> None:
+    """Let the newest chunk take a slot of the ring, and rotate every chunk for its place in time.
+
+    Places count from the slot after this one on, around the ring.
+    """
+    rows, start = newest_BRNK[0].shape[1], cos_SK.shape[-1]
+    slots = raw_BSNK[0].shape[1] // rows
+
+    def rows_of(index: int, first: int) -> slice:
+        return slice(first + index * rows, first + (index + 1) * rows)
+
+    target, source = rows_of(slot, prefix_rows), rows_of(slots, prefix_rows)
+    for keys, values, raw, newest in zip(
+        keys_BSNK, values_BSNK, raw_BSNK, newest_BRNK, strict=True
+    ):
+        keys[:, target, :, start:] = keys[:, source, :, start:]
+        values[:, target] = values[:, source]
+        raw[:, rows_of(slot, 0)] = newest
+        for place in range(slots):
+            index = (slot + 1 + place) % slots
+            tables = cos_SK[rows_of(place, 0)], sin_SK[rows_of(place, 0)]
+            rotate(
+                raw[:, rows_of(index, 0)], *tables, keys[:, rows_of(index, prefix_rows)], rounding
+            )
 
 
 def turn_output(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pieces that the kernels share: rounding as eager code rounds, quantisation of a row.
+"""Pieces that the kernels share: rounding as eager code rounds, rotation, quantisation of a row.
 
 Owns inlined functions and the option that all launches share; formulas in `reference`.
 """
@@ -43,6 +43,14 @@ def rounded(x, kind: tl.constexpr, EAGER: tl.constexpr):
     if EAGER:
         x = x.to(kind).to(tl.float32)
     return x
+
+
+@triton.jit
+def rotated_pair(first, second, cos, sin, kind: tl.constexpr, EAGER: tl.constexpr):
+    """Rotate channels j and j + S/2 of rows, in fp32."""
+    low = rounded(first * cos, kind, EAGER) - rounded(second * sin, kind, EAGER)
+    high = rounded(second * cos, kind, EAGER) + rounded(first * sin, kind, EAGER)
+    return low, high
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from tests.tolerances import FP32_ROLLOUT_ATOL, FUSED_ROLLOUT_RATIO
 
 pytestmark = pytest.mark.cpu
 
-# Three chunks in a window of two: it slides, so history keys are rotated from their raw form.
+# Five chunks in a window of three: it slides into both slots of its ring.
 _SCRIPT = """
 import json, torch
 from engine.config import Geometry, SamplerConfig
@@ -33,9 +33,9 @@ import dataclasses
 mend_interpreter()
 config = dataclasses.replace(
     narrow_config(), num_layers=2, num_attention_heads=2, hidden_size=32, ffn_dim=48,
-    window_chunks=2, sampler=SamplerConfig(steps=2), geometry=Geometry(height_px=32, width_px=32),
+    window_chunks=3, sampler=SamplerConfig(steps=1), geometry=Geometry(height_px=32, width_px=32),
 )
-inputs, views, chunks = random_prefix(config), walk_views(config, 3), 3
+inputs, views, chunks = random_prefix(config), walk_views(config, 5), 5
 
 def model(dtype, eight_bits=False):
     made = unpacked_model(config)

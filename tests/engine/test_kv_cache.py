@@ -16,6 +16,7 @@ from engine.layout import window_positions
 from engine.model.prope import identity_projective, projective
 from engine.model.rope import rope_tables
 from tests.tiny import narrow_config, walk_views
+from tests.tolerances import FP32_ATOL, FP32_RTOL
 
 pytestmark = pytest.mark.cpu
 
@@ -140,18 +141,80 @@ def test_window_views_keep_their_addresses():
     assert len(addresses) == 1
 
 
-@pytest.mark.parametrize("chunks", [0, 1, 5, 6, 8])
-def test_window_order_is_prefix_history_current(chunks):
+def _slot_rows(slot: int, prefix_rows: int = 3) -> slice:
+    begin = prefix_rows + slot * CONFIG.rows_per_chunk
+    return slice(begin, begin + CONFIG.rows_per_chunk)
+
+
+def _placed(chunk: int, place: int, prefix_rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of `_advance` at a place in time, from the definition."""
+    tables, rows = _tables(prefix_rows), _slot_rows(place, 0)
+    placement = Placement(
+        cos_RK=tables.cos_SK[rows], sin_RK=tables.sin_SK[rows], camera=_camera(chunk),
+        ops=tables.ops,
+    )  # fmt: skip
+    return placement.key(_rows(2 * chunk)), placement.value(_rows(2 * chunk + 1))
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["packed", "plain"])
+@pytest.mark.parametrize(
+    ("chunks", "slots"),
+    [
+        (0, [0]), (1, [0, 1]), (5, [0, 1, 2, 3, 4, 5]), (6, [5, 1, 2, 3, 4, 6]),
+        (8, [5, 6, 7, 3, 4, 8]), (10, [5, 6, 7, 8, 9, 10]), (13, [10, 11, 12, 8, 9, 13]),
+    ],
+)  # fmt: skip
+def test_a_window_is_prefix_ring_and_current_chunk(chunks, slots, index):
+    cache = _both()[index]
+    for chunk in range(chunks):
+        _advance(cache, chunk)
+    cache.begin(chunks, _camera(chunks))
+    _, keys, values = _enter(cache, 2 * chunks, keep=False)
+    assert torch.equal(values[:, :3], _rows(1, 3))
+    assert keys.shape[1] == values.shape[1] == _slot_rows(len(slots) - 1).stop
+    for slot, chunk in enumerate(slots):
+        rows, (key, value) = _slot_rows(slot), _placed(chunk, chunk - min(slots))
+        assert torch.equal(keys[:, rows], key), f"keys of chunk {chunk}"
+        assert torch.equal(values[:, rows], value), f"values of chunk {chunk}"
+
+
+@pytest.mark.parametrize("chunks", range(5, 11))
+def test_the_order_of_the_keys_is_free_but_for_rounding(chunks):
     cache = _both()[0]
     for chunk in range(chunks):
         _advance(cache, chunk)
     cache.begin(chunks, _camera(chunks))
-    values = _enter(cache, 2 * chunks, keep=False).values_BSNK
-    assert torch.equal(values[:, :3], _rows(1, 3))
-    start = CONFIG.rotary_dim  # values are rotated nowhere, so their leading channels are as given
-    for slot, chunk in enumerate([*cache.history, chunks]):
-        rows = slice(3 + slot * CONFIG.rows_per_chunk, 3 + (slot + 1) * CONFIG.rows_per_chunk)
-        assert torch.equal(values[:, rows, :, :start], _rows(2 * chunk + 1)[..., :start])
+    query, keys, values = _enter(cache, 2 * chunks, keep=False)
+    by_age = [slice(0, 3)]
+    by_age += [_slot_rows(chunk % 5) for chunk in cache.history] + [_slot_rows(5)]
+
+    def attend(keys, values):
+        heads = (each.transpose(1, 2) for each in (query, keys, values))
+        return torch.nn.functional.scaled_dot_product_attention(*heads)
+
+    ring = attend(keys, values)
+    ordered = attend(*(torch.cat([each[:, rows] for rows in by_age], 1) for each in (keys, values)))
+    assert torch.allclose(ring, ordered, atol=FP32_ATOL, rtol=FP32_RTOL)
+
+
+@pytest.mark.parametrize("prefix_rows", [3, 5], ids=["same", "longer"])
+@pytest.mark.parametrize("chunks", range(4, 12))
+def test_a_prefix_that_changes_while_a_slide_is_due_leaves_undo(chunks, prefix_rows):
+    caches = _both()
+    for cache in caches:
+        for chunk in range(chunks):
+            _advance(cache, chunk)
+        cache.renew_prefix(_tables(prefix_rows))
+        _set_prefix(cache, prefix_rows, seed=90)
+        cache.undo()
+        cache.begin(chunks - 1, _camera(20))
+    windows = [_enter(cache, 70, keep=True) for cache in caches]
+    assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
+    for cache in caches:
+        cache.commit()
+        cache.begin(chunks, _camera(chunks))
+    windows = [_enter(cache, 72, keep=True) for cache in caches]
+    assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -207,9 +270,20 @@ class CacheMachine(RuleBasedStateMachine):
         self.can_undo = False
 
     @precondition(lambda self: not self.is_open)
+    @rule()
+    def move_to_another_cache(self) -> None:
+        """By a snapshot, which settles what it is taken of."""
+        packed, plain = self.caches
+        moved = _packed(self.prefix_rows)
+        moved.restore(packed.committed, packed.snapshot())
+        plain.settle()
+        self.caches, self.can_undo = [moved, plain], False
+
+    @precondition(lambda self: not self.is_open)
     @rule(prefix_rows=st.integers(1, 6))
     def renew_prefix(self, prefix_rows: int) -> None:
         self.seed += 2
+        self.prefix_rows = prefix_rows
         for cache in self.caches:
             cache.renew_prefix(_tables(prefix_rows))
             _set_prefix(cache, prefix_rows, self.seed)

@@ -9,7 +9,6 @@ from engine.config import EngineConfig
 from engine.core import CoreOptions, RolloutCore
 from engine.engine import Engine
 from engine.errors import ConfigError
-from graphs.key import Phase
 from graphs.runner import GraphRunner, RunnerLimits
 from tests.graphs.tape import TapeCapture
 from tests.tiny import chunk_noise, narrow_config, random_prefix, tiny_model, walk_views
@@ -81,9 +80,8 @@ def test_every_pass_is_recorded_once_and_serves_every_rollout():
                 _chunk(core, state, index, views), _chunk(plain, expected, index, views)
             )
         del state
-    passes = [entry.key for entry in runner.entries if entry.key.phase != Phase.SLIDE]
-    assert len(passes) == len(set(passes)) == 12
-    assert len(runner.entries) == runner.counts.captures == 12 + 1  # and the slide
+    passes = [entry.key for entry in runner.entries]
+    assert len(passes) == len(set(passes)) == runner.counts.captures == 12
 
 
 def test_the_steady_window_is_recorded_first():
@@ -98,7 +96,6 @@ def test_the_steady_window_is_recorded_first():
     assert {(entry.key.phase, entry.key.history_rows) for entry in runner.entries} == {
         ("denoise", steady),
         ("refresh", steady),
-        ("slide", steady),
     }
 
 

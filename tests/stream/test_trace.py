@@ -110,6 +110,8 @@ def _replace_line(path: Path, index: int, line: str) -> None:
     [
         (0, "{}", "header line"),
         (0, json.dumps({"type": "header", "version": 99}), "version 99"),
+        # Keys were in another order then, so that sums were rounded otherwise.
+        (0, json.dumps({"type": "header", "version": 3}), "version 3; allowed: 4"),
         (0, json.dumps({"type": "header", "version": TRACE_VERSION}), "prompt"),
         (1, "{", "line 2 is not JSON"),
         (1, "[]", "line 2 is not an object"),

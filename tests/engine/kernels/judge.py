@@ -22,9 +22,9 @@ def complaints(op: Op, case: Case, device: torch.device) -> list[str]:
     """Return what is wrong, in words with figures; nothing when all is well."""
     given, oracle_given = op.inputs(case, device), op.inputs(case, device)
     raw = _listed(op.fused(**given))
-    made = _values(raw) + [given[name].double() for name in op.written]
+    made = _values([*raw, *op.written_in(given)])
     oracle_raw = _listed(op.reference(**oracle_given))
-    oracle = _values(oracle_raw) + [oracle_given[name].double() for name in op.written]
+    oracle = _values([*oracle_raw, *op.written_in(oracle_given)])
     found = [f"output {i}: dtype" for i, (a, b) in enumerate(zip(raw, oracle_raw, strict=True))
              if a.dtype != b.dtype or a.shape != b.shape]  # fmt: skip
     exact = _exact(op, case, device)
@@ -63,12 +63,14 @@ def _exact(op: Op, case: Case, device: torch.device) -> list[Tensor]:
     for name, value in op.inputs(case, device).items():
         is_rows = isinstance(value, Tensor) and value.dtype != torch.float8_e4m3fn
         given[name] = value.double() if is_rows else value
+        if isinstance(value, list):
+            given[name] = [each.double() for each in value]
     if "rounding" in given:
         given["rounding"] = "fast"
     if "dtype" in given:
         given["dtype"] = torch.float64
     returned = (op.exact or op.reference)(**given)
-    return _values(_listed(returned)) + [given[name] for name in op.written]
+    return _values([*_listed(returned), *op.written_in(given)])
 
 
 def _codes_differ(op: Op, case: Case, device: torch.device, raw: list[Tensor]) -> list[str]:

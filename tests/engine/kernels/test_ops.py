@@ -125,7 +125,7 @@ def test_a_compiler_sees_through(name):
     op, case = OPS[name], SMALL[0]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=False) as mode:
         given = {
-            key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            key: torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, value)
             for key, value in op.inputs(case, torch.device("cpu")).items()
         }
         made = op.fused(**given)
@@ -183,6 +183,12 @@ BAD = {
     "matrix": ("turn_output", {"matrix_BG44": torch.zeros(1, 1, 4, 4).mT}, "dense"),
     "raw": ("place", {"raw_BRNK": torch.zeros(2, 5, 2, 95).bfloat16()}, "raw has shape"),
     "slot": ("place", {"key_BRNK": torch.zeros(2, 6, 2, 128).bfloat16()}, "key has shape"),
+    "layers": ("slide", {"raw_BSNK": []}, "'raw': 0, .*allowed: one at least, as many in all"),
+    "layer": ("slide", {"values_BSNK": [torch.zeros(2, 33, 2, n).bfloat16() for n in (128, 64)]},
+              r"values has dtype, .*\(2, 33, 2, 64\).* in a layer; allowed: .*\(2, 33, 2, 128\)"),
+    "newest": ("slide", {"slot": 5}, "slot is 5 in a ring of 25 rows, 5 a chunk; .* 0 to 4"),
+    "room": ("slide", {"prefix_rows": 4}, "prefix_rows is 4; allowed: 0 to 3"),
+    "ring": ("slide", {"cos_SK": torch.zeros(24, 96)}, r"cos has shape \(24, 96\); allowed: \(25"),
     "table": ("rotate", {"sin_RK": torch.zeros(4, 96)}, "sin has shape"),
 }  # fmt: skip
 
