@@ -217,6 +217,25 @@ def test_a_prefix_that_changes_while_a_slide_is_due_leaves_undo(chunks, prefix_r
     assert all(torch.equal(a, b) for a, b in zip(*windows, strict=True))
 
 
+@pytest.mark.parametrize("chunks", range(1, 13))
+def test_a_cache_goes_on_from_a_snapshot_at_every_phase_of_the_ring(chunks):
+    cache, plain = _both()
+    for each in (cache, plain):
+        for chunk in range(chunks):
+            _advance(each, chunk)
+    moved = _packed()
+    moved.restore(chunks, {name: buffer.clone() for name, buffer in cache.snapshot().items()})
+    for chunk in range(chunks, chunks + 6):
+        windows = []
+        for each in (moved, cache, plain):
+            each.begin(chunk, _camera(chunk))
+            windows.append(_enter(each, 2 * chunk, keep=True))
+            each.commit()
+        for parts in zip(*windows, strict=True):
+            assert torch.equal(parts[0], parts[1])
+            assert torch.equal(parts[0], parts[2])
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Any allowed order of calls leaves the packed cache equal to the plain one, bit for bit."""
 
