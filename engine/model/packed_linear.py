@@ -7,9 +7,12 @@ to 489 ms and 889 to 820 ms, one core). In float32 sums may be ordered otherwise
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from engine.errors import StateError
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
 
 
@@ -27,6 +30,22 @@ class PackedLinear(nn.Module):
         """Return x times the weight transposed."""
         packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return packed
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        """Take part in `Module.to` and its like where they change nothing here.
+
+        The layout is that of one device and one dtype, and no buffer that would move along.
+
+        Raises: StateError where it was to go elsewhere.
+        """
+        here = torch.empty(0, dtype=self._packed.dtype)
+        there = fn(here)
+        if (there.device, there.dtype) != (here.device, here.dtype):
+            raise StateError(
+                f"packed linear: to go from {here.device}, {here.dtype} to {there.device}, "
+                f"{there.dtype}; expected before `pack_blocks`, or a model of its `state_dict`"
+            )
+        return self
 
     def _save_to_state_dict(
         self, destination: dict[str, Tensor], prefix: str, keep_vars: bool

@@ -20,7 +20,7 @@ from engine.parallel import Alone, Exchange, Ulysses
 from engine.prefix import PrefixInputs
 from graphs.capture import CudaCapture
 from graphs.runner import GraphRunner
-from tests.tiny import chunk_noise, random_prefix, tiny_config, tiny_model, walk_views
+from tests.tiny import chunk_noise, random_prefix, tiny_config, unpacked_model, walk_views
 
 CHUNKS = 8
 PLAIN = CoreOptions(prefix_cache=False, adaln_tables=False, packed_history=False)
@@ -52,7 +52,7 @@ def rollout(
 ) -> Tensor:
     """Latents of a walk with given latents, an undo and another prompt of another length."""
     config = ranks_config()
-    model = tiny_model(config).to(device)
+    model = unpacked_model(config).to(device)
     core = RolloutCore(model, options, ops=PlacementOps(), exchange=exchange, runner=runner)
 
     def prefix(**changes: int) -> PrefixInputs:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from engine.errors import StateError
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.packed_linear import PackedLinear, can_pack, pack_blocks
 from tests.tiny import tiny_config
@@ -54,6 +55,19 @@ def test_the_state_of_a_packed_model_is_that_of_the_plain_one() -> None:
     assert isinstance(model.transformer_blocks[0].attn.to_q, PackedLinear)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [(torch.device("meta"), "to meta, torch.float32"), (torch.bfloat16, "to cpu, torch.bfloat16")],
+    ids=["device", "dtype"],
+)
+def test_a_packed_model_goes_nowhere(target: torch.device | torch.dtype, named: str) -> None:
+    model = MiniMaxH3Transformer(tiny_config())
+    pack_blocks(model, rows=30)
+    assert model.to("cpu", torch.float32) is model
+    with pytest.raises(StateError, match=named):
+        model.to(target)
 
 
 def test_nothing_is_packed_for_a_gpu() -> None:
