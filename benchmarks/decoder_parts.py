@@ -100,7 +100,7 @@ def measure(size: Geometry, latents: int, device: torch.device, *, tiles: bool) 
             q_RD, *last = placed
             run = partial(
                 kernels.attend, q_RD, *ring, last[0], last[1], now.slots_S, now.count_1,
-                plan.token_WJ, plan.size_W, config.head_count, tile,
+                plan.token_WJ, plan.begin_W, plan.size_W, config.head_count, tile,
             )  # fmt: skip
             yield timed(label, 0, run)
     yield timed("between", layers - 1, lambda: calls.between(0, x_RD, o_RD))

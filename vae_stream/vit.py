@@ -16,7 +16,7 @@ frames, H height, W width, R rows (tokens), D model width, N heads, K head width
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs.compile import CompileMode, compile_module
 from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
 
 _COLOURS = 3
@@ -208,47 +207,31 @@ class Vit(nn.Module):
         tokens_BRD = self.embed(latents_BCTHW)
         return torch.cat([tokens_BRD, self.suffix(tokens_BRD.shape[0])], dim=1)
 
-    def forward(self, latents_BCTHW: Tensor, steps: WindowSteps | None = None) -> Tensor:
-        """Decode a window of normalised latents, every token seeing every other.
-
-        Args:
-            latents_BCTHW: of one or more tiles.
-            steps: compiled forms of what it consists of.
+    def forward(self, latents_BCTHW: Tensor) -> Tensor:
+        """Decode a window of normalised latents of some tiles, every token seeing every other.
 
         Raises:
-            ValueError: a window of one latent, which the network never saw and decodes badly.
+            ValueError: a window of one latent.
         """
+        check_window(latents_BCTHW)
         latents, height, width = latents_BCTHW.shape[2:]
-        if latents < 2:
-            raise ValueError(
-                f"latents_BCTHW: {latents} latents in the window; allowed: 2 or more (repeat the "
-                "last one)"
-            )
-        steps = steps or WindowSteps()
         with exact_convolutions():
-            x_BRD = steps.begin(self, latents_BCTHW)
+            x_BRD = self.begin(latents_BCTHW)
         cos_R1A, sin_R1A = window_rotary(self.config, latents, height, width, x_BRD.device)
         for block in self.blocks:
-            assert isinstance(block, Block)
-            x_BRD = steps.block(block, x_BRD, cos_R1A, sin_R1A)
-        return steps.head(self, x_BRD[:, : latents * height * width], latents, height, width)
+            x_BRD = block(x_BRD, cos_R1A, sin_R1A)
+        return self.head(x_BRD[:, : latents * height * width], latents, height, width)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowSteps:
-    """What a window consists of, to be compiled apart: all blocks share one compiled form."""
+def check_window(latents_BCTHW: Tensor) -> None:
+    """Refuse a window of one latent, which the network never saw and decodes badly.
 
-    begin: Callable[[Vit, Tensor], Tensor] = Vit.begin
-    block: Callable[[Block, Tensor, Tensor, Tensor], Tensor] = Block.forward
-    head: Callable[[Vit, Tensor, int, int, int], Tensor] = Vit.head
-
-    @classmethod
-    def compiled(cls, mode: CompileMode) -> WindowSteps:
-        """Return the steps compiled for fixed shapes without graph breaks, or as they are."""
-        return cls(
-            begin=compile_module(Vit.begin, mode),
-            block=compile_module(Block.forward, mode),
-            head=compile_module(Vit.head, mode),
+    Raises: ValueError.
+    """
+    if latents_BCTHW.shape[2] < 2:
+        raise ValueError(
+            f"latents_BCTHW: {latents_BCTHW.shape[2]} latents in the window; allowed: 2 or more "
+            "(repeat the last one)"
         )
 
 

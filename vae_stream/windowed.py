@@ -41,7 +41,8 @@ from vae_stream.geometry import (
 from vae_stream.pixels import from_imagenet, to_uint8
 from vae_stream.tile_batches import TileBatches
 from vae_stream.tiling import Tiling, cross_fade, plan_tiles
-from vae_stream.vit import Vit, WindowSteps
+from vae_stream.vit import Vit
+from vae_stream.window_fused import FusedWindows
 from vae_stream.windows import (
     FADE_FRAMES,
     WINDOW_LATENTS,
@@ -94,10 +95,9 @@ class WindowedDecoder:
         self._device = vit.register_tokens.device
         self._plan_px = plan_tiles(height_px, width_px, tiling or Tiling())
         self._plan = self._plan_px.scaled(SPATIAL_RATIO)
-        steps = WindowSteps.compiled(compile_mode)
-        self._batches = TileBatches(
-            lambda tiles_BCTHW: vit(tiles_BCTHW, steps), limit=tile_batch, group=group
-        )
+        is_eager = compile_mode == CompileMode.EAGER
+        decode = vit if is_eager else FusedWindows(vit, compile_mode)
+        self._batches = TileBatches(decode, limit=tile_batch, group=group)
 
     def new_state(self, first_latent: int = 0) -> DecoderState:
         """Return the state before latent `first_latent`, the first one of a block."""

@@ -32,7 +32,7 @@ class MarkedVit(nn.Module):
         super().__init__()
         self.register_tokens = nn.Parameter(torch.zeros(1, 4, 1))
 
-    def forward(self, latents_BCTHW: Tensor, steps: object) -> Tensor:
+    def forward(self, latents_BCTHW: Tensor) -> Tensor:
         values_BT = latents_BCTHW.mean(dim=(1, 3, 4))
         weights_T = torch.linspace(0.1, 0.7, values_BT.shape[1])
         values_BT = values_BT + 0.1 * (values_BT * weights_T).sum(dim=1, keepdim=True)

@@ -66,8 +66,12 @@ class WindowPlan:
     """int32 index of the token at each place; 0 where there is none."""
     size_W: Tensor
     """int32 number of tokens, which take the first places."""
+    begin_W: Tensor
+    """int32 row of the ring that holds a window's first token: there, window follows window."""
     place_R: Tensor
     """int64 place of each token, counted through all windows."""
+    ring_R: Tensor
+    """int64 row of the ring that holds each token."""
     cos_RA: Tensor
     """fp32 rotary tables of row and column, [R, 2/3 A]."""
     sin_RA: Tensor
@@ -90,9 +94,9 @@ def plan_windows(
     size_W = window_R.bincount()
     order_R = window_R.argsort(stable=True)
     begin_W = size_W.cumsum(0) - size_W
-    place_R = torch.empty_like(order_R)
-    place_R[order_R] = torch.arange(len(order_R)) - begin_W[window_R[order_R]]
-    place_R += window_R * side**2
+    ring_R = torch.empty_like(order_R)
+    ring_R[order_R] = torch.arange(len(order_R))
+    place_R = ring_R - begin_W[window_R] + window_R * side**2
     token_WJ = torch.zeros(len(size_W), side**2, dtype=torch.int32)
     token_WJ.view(-1)[place_R] = torch.arange(len(place_R), dtype=torch.int32)
     angles = [
@@ -103,7 +107,9 @@ def plan_windows(
     return WindowPlan(
         token_WJ=token_WJ.to(device),
         size_W=size_W.to(device, torch.int32),
+        begin_W=begin_W.to(device, torch.int32),
         place_R=place_R.to(device),
+        ring_R=ring_R.to(device),
         cos_RA=angle_RA.cos().to(device, torch.float32),
         sin_RA=angle_RA.sin().to(device, torch.float32),
     )

@@ -74,7 +74,9 @@ class PlainCalls:
             )
             v_RNK = v_BRNK[0]
             keys_SRNK, values_SRNK = (
-                _through_ring(ring[layer], rows_RNK[:tokens], slots, kind.latents)
+                _through_ring(
+                    ring[layer], rows_RNK[:tokens], slots, kind.latents, self._plans[shifted].ring_R
+                )
                 for ring, rows_RNK in (
                     (buffers.keys_LSRD, k_RNK),
                     (buffers.values_LSRD, v_RNK),
@@ -92,13 +94,15 @@ class PlainCalls:
         """Nothing is kept."""
 
 
-def _through_ring(ring_SRD: Tensor, rows_RNK: Tensor, slots: list[int], latents: int) -> Tensor:
+def _through_ring(
+    ring_SRD: Tensor, rows_RNK: Tensor, slots: list[int], latents: int, ring_R: Tensor
+) -> Tensor:
     """Put the rows of a call into their slots; return all that the call sees, oldest first."""
     heads = rows_RNK.shape[1:]
     own_CRD = rows_RNK.unflatten(0, (latents, -1)).flatten(2)
     for slot, own_RD in zip(slots[-latents:], own_CRD, strict=True):
-        ring_SRD[slot].copy_(own_RD)
-    return torch.stack([ring_SRD[slot] for slot in slots]).unflatten(-1, heads)
+        ring_SRD[slot, ring_R] = own_RD
+    return torch.stack([ring_SRD[slot, ring_R] for slot in slots]).unflatten(-1, heads)
 
 
 def attend(

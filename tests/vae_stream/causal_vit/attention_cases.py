@@ -46,7 +46,7 @@ _BF16, _FP32 = torch.bfloat16, torch.float32
 CASES = (
     _case("first", 1, 3, 6, 4, 0, 1, slots="0", dtype=_FP32),
     _case("pair-wrapped", 2, 3, 4, 4, 2, 2, slots="234501", dtype=_FP32),
-    _case("five-slots", 3, 2, 3, 4, 0, 1, slots="51234", dtype=_FP32),
+    _case("five-slots", 3, 2, 3, 4, 0, 1, slots="50123", dtype=_FP32),
     _case("two-blocks-bf16", 1, 11, 13, 16, 0, 1, slots="450", dtype=_BF16),
     _case("480p-single", 32, 30, 52, 16, 0, 1, slots="450123", dtype=_BF16, is_full=True),
     _case("480p-pair", 32, 30, 52, 16, 8, 2, slots="234501", dtype=_BF16, is_full=True),
@@ -80,12 +80,14 @@ def complaints(case: AttentionCase, device: torch.device) -> list[str]:
     placed = [each.clone() for each in ring]
     own_C = torch.tensor(own, device=device)
     q_RD, last_key_RD, last_value_RD = window_attention.place(
-        qkv_RF, bias_F, cos_RA, sin_RA, own_C, *placed, case.heads, network.eps
-    )
+        qkv_RF, bias_F, cos_RA, sin_RA, own_C, plan.ring_R, *placed, case.heads,
+        window_attention.LOG2_E / 8, network.eps,
+    )  # fmt: skip
     padded = (*case.slots, *([0] * (RING_SLOTS - len(case.slots))))
     out_RD = window_attention.attend(
         q_RD, *placed, last_key_RD, last_value_RD, torch.tensor(padded, device=device),
-        torch.tensor([len(case.slots)], device=device), plan.token_WJ, plan.size_W, case.heads,
+        torch.tensor([len(case.slots)], device=device), plan.token_WJ, plan.begin_W,
+        plan.size_W, case.heads,
     )  # fmt: skip
 
     def plainly(dtype: torch.dtype) -> list[Tensor]:
@@ -99,13 +101,18 @@ def complaints(case: AttentionCase, device: torch.device) -> list[str]:
         rings = [each.clone().to(dtype) for each in ring]
         last = []
         for ring_SRD, rows_RNK in zip(rings, (k_RNK, v_RNK), strict=True):
-            ring_SRD[list(own)] = rows_RNK[:-SUFFIX].unflatten(0, (-1, tokens)).flatten(2)
+            rows_CRD = rows_RNK[:-SUFFIX].unflatten(0, (-1, tokens)).flatten(2)
+            for slot, rows_RD in zip(own, rows_CRD, strict=True):
+                ring_SRD[slot, plan.ring_R] = rows_RD
             last.append(rows_RNK[-SUFFIX:])
-        seen = [each[list(case.slots)].unflatten(-1, (case.heads, 64)) for each in rings]
+        seen = [
+            each[list(case.slots)][:, plan.ring_R].unflatten(-1, (case.heads, 64)) for each in rings
+        ]
         out_RD = plain.attend(q_RNK, (seen[0], seen[1]), (last[0], last[1]), plan)
         return [q_RNK.flatten(1), *rings, *(each.flatten(1) for each in last), out_RD]
 
-    fused = [q_RD, *placed, last_key_RD, last_value_RD, out_RD]
+    unscaled_RD = q_RD.float() * 8 / window_attention.LOG2_E
+    fused = [unscaled_RD, *placed, last_key_RD, last_value_RD, out_RD]
     names = ("q", "ring keys", "ring values", "suffix keys", "suffix values", "out")
     exact, same = plainly(torch.float32), plainly(case.dtype)
     wrong = []

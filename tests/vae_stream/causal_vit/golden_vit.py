@@ -182,7 +182,8 @@ def _keep_ring(run: Run, latents: int) -> None:
     slots = state.slots(past, latents)[-past:]
     for name, ring_LSRD in (("k", state.buffers.keys_LSRD), ("v", state.buffers.values_LSRD)):
         for layer, ring_SRD in enumerate(ring_LSRD):
-            seen_SRD = torch.stack([ring_SRD[slot] for slot in slots])
+            ring_R = run.decoder._calls._plans[layer % 2].ring_R
+            seen_SRD = torch.stack([ring_SRD[slot, ring_R] for slot in slots])
             run.tensors[f"ring_{name}.c{len(run.raws)}.L{layer}"] = seen_SRD.unflatten(-1, (2, 64))
 
 

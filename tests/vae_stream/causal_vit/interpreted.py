@@ -22,6 +22,7 @@ from vae_stream.causal_vit import CausalConfig, CausalVitDecoder, Mode
 from vae_stream.causal_vit.fused import FusedCalls
 from vae_stream.causal_vit.modes import kinds
 from vae_stream.vit import VitConfig
+from vae_stream.window_fused import FusedWindows
 
 _VIT = random_vit(VitConfig(layer_count=2, head_count=1, ffn_width=32))
 _CAUSAL = CausalConfig(window=4)
@@ -83,6 +84,13 @@ def _recorded(mode: Mode) -> list[str]:
     return wrong
 
 
+def _windows() -> list[str]:
+    """Whole windows of two tiles, which are placed by the same operator."""
+    z_BCTHW = torch.randn(2, 24, 2, 2, 3, generator=torch.Generator().manual_seed(2))
+    far = (FusedWindows(_VIT, CompileMode.EAGER)(z_BCTHW) - _VIT(z_BCTHW)).abs().max()
+    return [] if far < 1e-5 else [f"frames {float(far):.1e}"]
+
+
 @torch.no_grad()
 def main() -> None:
     """Run all checks."""
@@ -93,6 +101,7 @@ def main() -> None:
         if not case.is_full
     }
     found |= {f"calls {mode}": _calls(mode) for mode in (Mode.PAIR, Mode.SINGLE_A1)}
+    found["windows"] = _windows()
     found["recorded"] = _recorded(Mode.PAIR)
     print(json.dumps(found))
 
