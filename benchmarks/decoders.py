@@ -5,10 +5,11 @@
 
 Owns the command and the record of a row. A row is a form (plain, compiled, recorded) of a mode
 (latents one by one, or in pairs) at a picture size; its time is that of a call, from latents on the
-device to uint8 pictures on the device, in a stream that is long under way. Random weights of the
-released shape, which take as long as any. Errors are in grey levels, against the plain form with
-fp32 blocks. Needs torch, triton, numpy, einops, safetensors and pillow alone. Rows go to stderr as
-they are done, the last line of stdout is JSON.
+device to uint8 pictures on the device, in a stream that is long under way, back to back. Random
+weights of the released shape, which take as long as any. Errors are in grey levels, against the
+plain form with fp32 blocks. What is wanted most comes first; a row that would begin after the limit
+is left out, and named. Needs torch, triton, numpy, einops, safetensors and pillow alone. Rows go to
+stderr as they are done, the last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import sys
 import time
@@ -50,8 +52,8 @@ RELEASED = VitConfig(layer_count=24)
 _TINY = VitConfig(layer_count=2, head_count=2, ffn_width=96)
 _COMPARED = 8
 """Latents whose pictures are compared: the ring fills, and wraps once."""
-_PLAIN_SHARE = 6
-"""Plain calls take some times as long, and nothing is claimed of them."""
+_SHARES = {Form.RECORDED: 1, Form.COMPILED: 4, Form.PLAIN: 12}
+"""One of so many calls; a target is claimed of recorded ones alone."""
 _GIB = 2**30
 _MIB = 2**20
 
@@ -74,6 +76,7 @@ class Measured:
     """Outcome of a row."""
 
     row: Row
+    size: Geometry
     call: Spread
     call_p95: float
     first_s: float
@@ -96,15 +99,15 @@ class Measured:
         measured = "-" if self.state_measured_mib is None else f"{self.state_measured_mib:.1f}"
         peak = "-" if self.peak_gib is None else f"{self.peak_gib:.2f}"
         return (
-            f"{self.row.name:24}{self.call.p50:9.2f}{self.call_p95:9.2f}{self.tflops:9.1f}"
+            f"{size_name(self.size):10}{self.row.name:24}{self.call.p50:9.2f}{self.call_p95:9.2f}{self.tflops:9.1f}"
             f"{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}{self.state_mib:10.1f}"
             f"{measured:>10}{peak:>8}{self.graph_count:7}"
         )
 
 
 HEAD = (
-    f"{'row':24}{'p50 ms':>9}{'p95 ms':>9}{'TFLOP/s':>9}{'first s':>9}{'max err':>8}{'psnr':>8}"
-    f"{'state MiB':>10}{'measured':>10}{'GiB':>8}{'graphs':>7}"
+    f"{'size':10}{'row':24}{'p50 ms':>9}{'p95 ms':>9}{'TFLOP/s':>9}{'first s':>9}{'max err':>8}"
+    f"{'psnr':>8}{'state MiB':>10}{'measured':>10}{'GiB':>8}{'graphs':>7}"
 )
 
 
@@ -129,7 +132,7 @@ class Bench:
     """Decoders over one network at one picture size."""
 
     def __init__(self, vit: Vit, size: Geometry, *, calls: int, dropped: int) -> None:
-        self._vit, self._size = vit, size
+        self._vit, self.size = vit, size
         self._calls, self._dropped = calls, dropped
         self._device = vit.register_tokens.device
         generator = torch.Generator(self._device).manual_seed(1)
@@ -161,12 +164,13 @@ class Bench:
         apart = (frames.float() - self._exact[row.mode].float()).cpu()
         latents = 2 if row.mode == Mode.PAIR else 1
         flops = call_flops(
-            self._vit.config, self._size.latent_height * self._size.latent_width,
+            self._vit.config, self.size.latent_height * self.size.latent_width,
             latents=latents, seen=6, window=size,
         )  # fmt: skip
         call = Spread.of(spans_ms, unit="ms", dropped_count=self._dropped)
         measured = Measured(
             row=row,
+            size=self.size,
             call=call,
             call_p95=round(float(np.percentile(spans_ms, 95)), 3),
             first_s=round(first_s, 2),
@@ -185,7 +189,7 @@ class Bench:
 
     def _decoder(self, row: Row) -> CausalVitDecoder:
         return CausalVitDecoder(
-            self._vit, height_px=self._size.height_px, width_px=self._size.width_px,
+            self._vit, height_px=self.size.height_px, width_px=self.size.width_px,
             mode=row.mode, form=row.form,
         )  # fmt: skip
 
@@ -205,9 +209,7 @@ class Bench:
     def _spans_ms(self, decoder: CausalVitDecoder) -> list[float]:
         """Times of calls, one after another; read at the end, so that nothing waits between."""
         state, clocks = decoder.new_state(), []
-        calls = self._calls + self._dropped
-        if decoder.form == Form.PLAIN:
-            calls = self._calls // _PLAIN_SHARE + 1 + self._dropped
+        calls = -(-self._calls // _SHARES[decoder.form]) + self._dropped
         for index in range(calls * (2 if decoder.lookahead_latents else 1)):
             clock = new_clock(self._device)
             clock.mark("begin")
@@ -236,19 +238,21 @@ def _psnr_db(apart: Tensor) -> float:
     return float(20 * np.log10(255) - 10 * apart.square().mean().clamp_min(1e-6).log10())
 
 
-def as_record(
-    measured: Measured, size: Geometry, machine: Machine, *, preset: str, dtype: str
-) -> dict[str, Any]:
+def as_record(measured: Measured, machine: Machine, *, preset: str, dtype: str) -> dict[str, Any]:
     """Return the record of a row, json-ready."""
     row = measured.row
-    figures = {key: value for key, value in dataclasses.asdict(measured).items() if key != "row"}
+    figures = {
+        key: value
+        for key, value in dataclasses.asdict(measured).items()
+        if key not in ("row", "size")
+    }
     return {
         "name": "causal_decoder",
         "row": row.name,
         "class": "F",
         "preset": preset,
         "weights": "random",
-        "geometry": size_name(size),
+        "geometry": size_name(measured.size),
         "gpu_count": int(machine.gpu is not None),
         "dtype": dtype,
         "mode": str(row.mode),
@@ -259,9 +263,8 @@ def as_record(
 
 
 def _rows(device: torch.device, names: str) -> Iterator[Row]:
-    forms = list(Form) if device.type == "cuda" else [Form.PLAIN]
-    for mode in (Mode.SINGLE_A1, Mode.PAIR):
-        for form in forms:
+    for form in _SHARES if device.type == "cuda" else [Form.PLAIN]:
+        for mode in (Mode.SINGLE_A1, Mode.PAIR):
             if names == "all" or str(form) in names.split(","):
                 yield Row(mode=mode, form=form)
 
@@ -272,7 +275,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--geometry", default=GEOMETRIES, help="picture sizes with commas")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--forms", default="all", help="all, or names with commas")
-    parser.add_argument("--calls", type=int, default=60, help="that count, of each row")
+    parser.add_argument("--calls", type=int, default=120, help="that count, of a recorded row")
+    parser.add_argument("--limit-s", type=float, default=90.0, help="no row begins later")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers")
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/decoders.jsonl")
     parser.add_argument("--commit", help="of the files, where they are no checkout")
@@ -283,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorldStreamError as error:
         print(f"benchmarks.decoders: {error}", file=sys.stderr)
         return EXIT_USAGE
+    start_s = time.perf_counter()
     machine = describe_machine(device, commit=options.commit)
     rows = list(_rows(device, options.forms))
     vit = random_vit(_TINY if options.tiny else RELEASED, device)
@@ -291,15 +296,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench.keep_exact(sorted({row.mode for row in rows}))
     vit.cast_blocks(torch.bfloat16)
     records = []
-    for bench, size in zip(benches, sizes, strict=True):
-        print(f"{size_name(size)}, {machine.gpu or machine.cpu}\n{HEAD}", file=sys.stderr)
-        for row in rows:
-            measured = bench.run(row, size=16)
-            print(measured.line, file=sys.stderr, flush=True)
-            preset = "tiny" if options.tiny else "h3_33b"
-            records.append(as_record(measured, size, machine, preset=preset, dtype="bfloat16"))
-            if options.record is not None:
-                append_record(options.record, records[-1])
+    print(f"{machine.gpu or machine.cpu}\n{HEAD}", file=sys.stderr)
+    for row, bench in itertools.product(rows, benches):
+        spent_s = time.perf_counter() - start_s
+        if spent_s > options.limit_s:
+            name = f"{size_name(bench.size)} {row.name}"
+            print(f"{name}: left out, {spent_s:.0f} s have gone", file=sys.stderr)
+            continue
+        measured = bench.run(row, size=16)
+        print(measured.line, file=sys.stderr, flush=True)
+        preset = "tiny" if options.tiny else "h3_33b"
+        records.append(as_record(measured, machine, preset=preset, dtype="bfloat16"))
+        if options.record is not None:
+            append_record(options.record, records[-1])
     print(json.dumps({"rows": records}))
     return EXIT_OK
 

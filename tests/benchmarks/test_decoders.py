@@ -28,6 +28,13 @@ def test_it_measures_a_row_for_each_way(tmp_path: Path, capsys: pytest.CaptureFi
         assert row["state_mib"] > 0
 
 
+def test_a_row_that_would_begin_too_late_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tiny", "--device", "cpu", "--geometry", "64x32", "--limit-s", "0"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rows"] == []
+    assert "64x32 plain, pair: left out" in printed.err
+
+
 def test_a_size_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--geometry", "large"]) == 2
     assert "geometry: 'large'" in capsys.readouterr().err

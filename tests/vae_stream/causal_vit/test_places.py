@@ -53,6 +53,10 @@ def test_each_token_has_one_place_in_raster_order(height: int, width: int, shift
         seen += own
     assert sorted(seen) == list(range(height * width))
     assert plan.token_WJ.view(-1)[plan.place_R].tolist() == list(range(height * width))
+    # In the ring, window follows window.
+    assert [seen[row] for row in plan.ring_R.tolist()] == list(range(height * width))
+    firsts = plan.token_WJ[:, 0].long()
+    assert torch.equal(plan.ring_R[firsts], plan.begin_W.long())
 
 
 @pytest.mark.parametrize("kind", [PAIR, FIRST, SECOND], ids=["pair", "first", "second"])
