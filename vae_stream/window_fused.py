@@ -56,23 +56,21 @@ class FusedWindows:
         """
         check_window(latents_BCTHW)
         config, layers, edges = self._config, self._layers, self._edges
-        batch, _, *size = latents_BCTHW.shape
-        tables = [
-            table_R1A.flatten(1)
-            for table_R1A in window_rotary(config, size[0], size[1], size[2], latents_BCTHW.device)
-        ]
-        if self._has_kernels:
-            tables = [table_RA.repeat(batch, 1) for table_RA in tables]
+        batch, _, latents, height, width = latents_BCTHW.shape
+        cos_R1A, sin_R1A = window_rotary(config, latents, height, width, latents_BCTHW.device)
+        tables = cos_R1A.flatten(1), sin_R1A.flatten(1)
+        if self._has_kernels:  # a row of a table for each row of every tile
+            tables = tables[0].repeat(batch, 1), tables[1].repeat(batch, 1)
         x_RD, qkv_RF = self._enter(latents_BCTHW, edges, layers[0], config.eps)
         for index, layer in enumerate(layers):
             o_RD = self._attention(qkv_RF, layer.qkv_bias, tables, batch)
             if index < len(layers) - 1:
                 x_RD, qkv_RF = self._between(x_RD, o_RD, layer, layers[index + 1], config.eps)
         rows_RD = self._leave(x_RD, o_RD, layers[-1], edges, config.eps, batch=batch)
-        return self._painted(head(rows_RD, edges), edges.head_bias_P, *size)
+        return self._painted(head(rows_RD, edges), edges.head_bias_P, latents, height, width)
 
     def _attention(
-        self, qkv_RF: Tensor, bias_F: Tensor, tables: list[Tensor], batch: int
+        self, qkv_RF: Tensor, bias_F: Tensor, tables: tuple[Tensor, Tensor], batch: int
     ) -> Tensor:
         """Return rows [R, D] of each tile's attention over itself."""
         config, rows, device = self._config, qkv_RF.shape[0] // batch, qkv_RF.device
