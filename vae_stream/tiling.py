@@ -109,23 +109,25 @@ class TilePlan:
             raise ValueError(f"tiles: {len(tiles)}; allowed: {self.tile_count}")
         if self.stitch == Stitch.OVERLAP_ADD:
             return self._overlap_add(tiles)
-        across = len(self.columns.starts)
-        grid = [
-            list(tiles[row * across : (row + 1) * across]) for row in range(len(tiles) // across)
-        ]
-        strips = []
-        for i, row in enumerate(grid):
-            strip = []
-            for j, tile in enumerate(row):
-                if i > 0:
-                    tile = cross_fade(grid[i - 1][j], tile, self.rows.overlaps[i - 1], _ROW_AXIS)
-                if j > 0:
-                    tile = cross_fade(row[j - 1], tile, self.columns.overlaps[j - 1], _COLUMN_AXIS)
-                height = self._kept(self.rows, i)
-                width = self._kept(self.columns, j)
-                strip.append(tile[..., :height, :width])
-            strips.append(torch.cat(strip, dim=_COLUMN_AXIS))
-        return torch.cat(strips, dim=_ROW_AXIS)
+        return self._released(tiles)
+
+    def _released(self, tiles: Sequence[Tensor]) -> Tensor:
+        """Write each tile up to where the next begins, and fade it in from those before."""
+        first, across = tiles[0], len(self.columns.starts)
+        joined = first.new_empty(*first.shape[:-2], _length(self.rows), _length(self.columns))
+        for at, tile in enumerate(tiles):
+            i, j = divmod(at, across)
+            height, width = self._kept(self.rows, i), self._kept(self.columns, j)
+            top, left = self.rows.starts[i], self.columns.starts[j]
+            part = joined[..., top : top + height, left : left + width]
+            part.copy_(tile[..., :height, :width])
+            if i > 0:
+                above = tiles[at - across][..., :width]
+                _fade_in(part, above, self.rows.overlaps[i - 1], _ROW_AXIS)
+            if j > 0:
+                beside = tiles[at - 1][..., :height, :]
+                _fade_in(part, beside, self.columns.overlaps[j - 1], _COLUMN_AXIS)
+        return joined
 
     def _overlap_add(self, tiles: Sequence[Tensor]) -> Tensor:
         first = tiles[0]
@@ -196,13 +198,23 @@ def cross_fade(older: Tensor, newer: Tensor, extent: int, axis: int) -> Tensor:
 
     Entry k has weight k / extent. Either may be shorter than `extent`, which is then its length.
     """
-    extent = min(extent, older.shape[axis], newer.shape[axis])
-    shape = [1] * newer.dim()
-    shape[axis] = extent
-    share = torch.arange(extent, device=newer.device, dtype=newer.dtype).view(shape) / extent
-    faded = older.narrow(axis, older.shape[axis] - extent, extent) * (1 - share)
-    faded = faded + newer.narrow(axis, 0, extent) * share
-    return torch.cat([faded, newer.narrow(axis, extent, newer.shape[axis] - extent)], dim=axis)
+    faded = newer.clone()
+    _fade_in(faded, older, min(extent, older.shape[axis], newer.shape[axis]), axis)
+    return faded
+
+
+def _fade_in(part: Tensor, older: Tensor, extent: int, axis: int) -> None:
+    """Fade the first `extent` entries of `part`, or as many as it has, in from the last of `older`.
+
+    Entry k has weight k / extent.
+    """
+    count = min(extent, part.shape[axis])
+    shape = [1] * part.dim()
+    shape[axis] = count
+    share = torch.arange(count, device=part.device, dtype=part.dtype).view(shape) / extent
+    start = older.narrow(axis, older.shape[axis] - extent, count)
+    newer = part.narrow(axis, 0, count)
+    newer.mul_(share).add_(start * (1 - share))
 
 
 def _length(axis: TileAxis) -> int:

@@ -131,7 +131,7 @@ def attend(
         q_RD: of the tokens, then of the suffix; scaled.
         key_SRD: ring of one layer, with the call's own latents.
         value_SRD: as above.
-        last_key_RD: keys of the suffix.
+        last_key_RD: keys of the suffix, which may be empty.
         last_value_RD: values of the suffix.
         slots_S: int64 slots that are seen, in the order in which they are summed; the first one
             and those that follow it around the ring.
@@ -157,7 +157,7 @@ def attend(
     _require("attend", token_WJ, torch.int32, tuple(token_WJ.shape), "token")
     _require("attend", begin_W, torch.int32, tuple(token_WJ.shape[:1]), "begin")
     _require("attend", size_W, torch.int32, tuple(token_WJ.shape[:1]), "size")
-    if not 0 < last[0] <= 16 or (q_RD.shape[0] - last[0]) % ring[1]:
+    if last[0] > 16 or (q_RD.shape[0] - last[0]) % ring[1]:
         raise ValueError(
             f"attend: {q_RD.shape[0]} rows, {last[0]} of them the suffix; allowed: at most 16 "
             f"after a multiple of {ring[1]} tokens"

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from tests.vae_stream.h3_tiny import random_vit
-from vae_stream.causal_vit import CausalConfig, CausalVitDecoder, Form, window_attention
-from vae_stream.causal_vit.places import plan_windows
-from vae_stream.vit import VitConfig
+from vae_stream.causal_vit import CausalVitDecoder, Form, window_attention
 
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).parents[3]
+HEADS = 32
 
 
 def test_interpreted_it_agrees_with_the_plain_form() -> None:
@@ -44,30 +43,47 @@ def test_a_form_that_the_device_has_not_is_refused(form: Form) -> None:
         CausalVitDecoder(random_vit(), height_px=32, width_px=32, form=form)
 
 
-def test_kernels_compile_for_an_h200() -> None:
+def test_placing_compiles_for_an_h200() -> None:
     sm90 = pytest.importorskip("tests.engine.kernels.sm90")
     kernels = pytest.importorskip("vae_stream.causal_vit.window_attention_triton")
-    heads, height, width = 32, 30, 52
-    plan = plan_windows(height, width, 0, network=VitConfig(), causal=CausalConfig())
-    rows, channels = height * width + 5, 64 * heads
+    rows, channels = 17, 64 * HEADS
     qkv_RF = torch.zeros(rows, 3 * channels, dtype=torch.bfloat16)
-    ring = (torch.zeros(6, height * width, channels, dtype=torch.bfloat16),) * 2
-    table, numbers = torch.zeros(rows, 24), torch.zeros(6, dtype=torch.int64)
-    placed = qkv_RF[:, :channels].contiguous(), qkv_RF[:5, :channels].contiguous()
+    ring = (torch.zeros(6, rows - 5, channels, dtype=torch.bfloat16),) * 2
+    table, numbers = torch.zeros(rows, 24), torch.zeros(rows - 5, dtype=torch.int64)
 
     (place,) = sm90.compiled_launches(
         lambda: kernels.place(
-            qkv_RF, qkv_RF[0], table, table, numbers[:1], plan.ring_R, *ring, heads, 1.0, 1e-5
-        )
-    )  # fmt: skip
-    attend, _ = sm90.compiled_launches(
-        lambda: kernels.attend(
-            placed[0], *ring, placed[1], placed[1], numbers, numbers[:1], plan.token_WJ,
-            plan.begin_W, plan.size_W, heads,
+            qkv_RF, qkv_RF[0], table, table, numbers[:1], numbers, *ring, HEADS, 1.0, 1e-5
         )
     )  # fmt: skip
 
     assert ".v4.b32" in place.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("windows", "places", "latents", "suffix"),
+    [(8, 256, 1, 5), (8, 256, 2, 5), (14, 1797, 1, 0)],
+    ids=["one latent", "a pair", "whole tiles"],
+)
+def test_attention_compiles_for_an_h200(
+    windows: int, places: int, latents: int, suffix: int
+) -> None:
+    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
+    kernels = pytest.importorskip("vae_stream.causal_vit.window_attention_triton")
+    tokens, channels = windows * places, 64 * HEADS
+    q_RD = torch.zeros(latents * tokens + suffix, channels, dtype=torch.bfloat16)
+    slots_S = torch.zeros(6, dtype=torch.int64)
+    ring = (torch.zeros(6, tokens, channels, dtype=torch.bfloat16),) * 2
+    token_WJ = torch.zeros(windows, places, dtype=torch.int32)
+
+    attend, *merge = sm90.compiled_launches(
+        lambda: kernels.attend(
+            q_RD, *ring, q_RD[:suffix], q_RD[:suffix], slots_S, slots_S[:1], token_WJ,
+            token_WJ[:, 0].contiguous(), token_WJ[:, 0].contiguous(), HEADS,
+        )
+    )  # fmt: skip
+
+    assert len(merge) == (suffix > 0)
     # Products on tensor cores, from tiles that are copied while others are computed; two programs
     # fit an SM.
     assert "wgmma.mma_async" in attend.asm["ptx"]
