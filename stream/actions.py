@@ -94,6 +94,8 @@ class Latched:
     act_seq: int
     """Of the newest snapshot that it shows; 0 before the first."""
     latch_ms: float
+    lost_press_count: int
+    """Presses that were overwritten before it."""
 
 
 def wall_ms() -> float:
@@ -172,10 +174,6 @@ class ActionMailbox:
         self._ring = bytearray(PRESS_CAPACITY)
         self._state = _State()
         self._press_numbers: dict[str, int] = {}
-        self.dropped_snapshot_count = 0
-        """Writer: snapshots that were not newer than the one before them."""
-        self.dropped_press_count = 0
-        """Reader: presses that were overwritten before a latch."""
         if is_owner:
             self._write(self._state)
         else:
@@ -219,11 +217,10 @@ class ActionMailbox:
         """Replace the newest snapshot.
 
         Returns:
-            False for one that is not newer than the last; it is dropped and counted.
+            False for one that is not newer than the last; it is dropped.
         """
         last = self._state
         if snapshot.seq <= last.seq:
-            self.dropped_snapshot_count += 1
             return False
         press_count = last.press_count
         for edge in sorted(snapshot.edges, key=lambda edge: edge.id):
@@ -275,7 +272,8 @@ class ActionMailbox:
         # A clock that was set back must not make what is held last until it has caught up.
         is_fresh = abs(now_ms - state.received_ms) <= self._stale_ms
         held = set(_codes(state.held_bits)) if is_fresh else set()
-        held |= self._take_presses(state)
+        taken, lost_press_count = self._take_presses(state)
+        held |= taken
         axes = held_axes({code: self._press_numbers.get(code, 0) for code in held})
         right_px, down_px = (now - then for now, then in zip(state.look, self._look, strict=True))
         self._look = state.look
@@ -288,7 +286,12 @@ class ActionMailbox:
             axes[3] -= state.pad[3]
         low_A = [-1.0, -1.0, -1.0, -1.0, 0.0]
         axes_FA = np.tile(np.clip(np.array(axes), low_A, 1.0), (FRAMES_PER_CHUNK, 1))
-        return Latched(action=Action(axes_FA), act_seq=state.seq, latch_ms=now_ms)
+        return Latched(
+            action=Action(axes_FA),
+            act_seq=state.seq,
+            latch_ms=now_ms,
+            lost_press_count=lost_press_count,
+        )
 
     def close(self) -> None:
         """Give the memory up; the owner removes it. Calling it again does nothing."""
@@ -297,17 +300,17 @@ class ActionMailbox:
             self._is_owner = False
             self._memory.unlink()
 
-    def _take_presses(self, state: _State) -> set[str]:
+    def _take_presses(self, state: _State) -> tuple[set[str], int]:
+        """Return what was pressed since the last time, and how many presses were overwritten."""
         first = max(self._taken_count, state.forgotten_count)
         kept = max(first, state.press_count - PRESS_CAPACITY)
-        self.dropped_press_count += kept - first
         self._taken_count = state.press_count
         taken = set()
         for number in range(kept, state.press_count):
             code = _CODES[state.presses[number % PRESS_CAPACITY]]
             self._press_numbers[code] = number + 1
             taken.add(code)
-        return taken
+        return taken, kept - first
 
     def _write(self, state: _State) -> None:
         """Odd sequence while the body changes, even when it is whole."""

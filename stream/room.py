@@ -222,10 +222,9 @@ class Room:
             return
         now_ms = wall_ms()
         taken = self._input.take(act, now_ms)
-        if taken is None:
+        if taken is None or not self.seat.mailbox.post(taken.snapshot):
             self._around.metrics.drops.labels(where="old_act").inc()
             return
-        self.seat.mailbox.post(taken.snapshot)
         self._photons.pressed(act.seq, taken.new_edges)
         if taken.new_edges:
             self._arrivals.append((act.seq, now_ms))
@@ -311,6 +310,7 @@ class Room:
             case SessionStarted():
                 self._started(report)
             case ChunkStarted():
+                metrics.drops.labels(where="press").inc(report.lost_press_count)
                 age_ms = self._latch_age.latched(report.act_seq, report.latch_ms)
                 if age_ms is not None:
                     metrics.latch_age_s.observe(age_ms / 1e3)

@@ -407,7 +407,11 @@ class Worker:
         latched = self._mailbox.latch(wall_ms())
         self._report(
             ChunkStarted(
-                epoch=live.epoch, chunk=index, latch_ms=latched.latch_ms, act_seq=latched.act_seq
+                epoch=live.epoch,
+                chunk=index,
+                latch_ms=latched.latch_ms,
+                act_seq=latched.act_seq,
+                lost_press_count=latched.lost_press_count,
             )
         )
         period_s = self._schedule.period_s

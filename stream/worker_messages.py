@@ -191,6 +191,8 @@ class ChunkStarted:
     chunk: int
     latch_ms: float
     act_seq: int
+    lost_press_count: int
+    """Presses that the mailbox could not hold until then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,15 @@ from stream.session_states import Event
 from stream.settings import load_settings
 from stream.supervisor import WorkerHandle
 from stream.viewer import Viewer
-from stream.worker_messages import Command, Failed, FailureCode, Loading, Pause, Resume
+from stream.worker_messages import (
+    ChunkStarted,
+    Command,
+    Failed,
+    FailureCode,
+    Loading,
+    Pause,
+    Resume,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -113,6 +121,19 @@ def test_motion_while_the_world_pauses_turns_nothing(desk: Desk) -> None:
     axes_A = worker.latch(wall_ms()).action.axes_FA[0]
     assert axes_A.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     worker.close()
+
+
+def test_what_the_mailbox_gives_up_is_counted(desk: Desk) -> None:
+    desk.go(*PLAYING)
+    player, _ = _viewer()
+    desk.room.join(player)
+    for seq in (5, 5, 4):
+        desk.room.handle(player, client.Act(t="act", seq=seq, ct=wall_ms()))
+    report = ChunkStarted(epoch=0, chunk=0, latch_ms=wall_ms(), act_seq=5, lost_press_count=3)
+    desk.room.on_report(report, lambda slot: None)
+    text = desk.live.metrics.text().decode()
+    assert 'worldstream_drops_total{where="old_act"} 2.0' in text
+    assert 'worldstream_drops_total{where="press"} 3.0' in text
 
 
 def test_a_worker_that_dies_while_the_session_drains_changes_nothing(desk: Desk) -> None:

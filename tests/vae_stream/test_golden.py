@@ -2,7 +2,9 @@
 
 WORLDSTREAM_GOLDEN_VAE names the folder of the complete set; without it the part in tests/data
 serves: TAEH3 at small width with every fifth pixel, and the encoder with one picture. `_sK` in a
-tensor's name says that it has every K-th pixel.
+tensor's name says that it has every K-th pixel. What needs more is manual:
+
+    WORLDSTREAM_GOLDEN_VAE=FOLDER python -m pytest -m "cpu or manual" tests/vae_stream
 """
 
 from __future__ import annotations
@@ -32,8 +34,6 @@ from vae_stream.vit import Vit
 from vae_stream.vit_weights import load_vit
 from vae_stream.weight_files import WeightFiles
 from vae_stream.windowed import WindowedDecoder
-
-pytestmark = pytest.mark.cpu
 
 FOLDER = Path(os.environ.get("WORLDSTREAM_GOLDEN_VAE", DATA))
 WINDOWED = "h3_windowed_1"
@@ -78,6 +78,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> WeightFiles:
     return WeightFiles(folder)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("tiles", ["tiled", "untiled"])
 def test_the_encoder_makes_the_moments_of_picture_and_clip(
     weights: WeightFiles, tiles: str
@@ -97,6 +98,7 @@ def test_the_encoder_makes_the_moments_of_picture_and_clip(
         near(moments, f"fp32.enc_video_moments_{tiles}", tensors)
 
 
+@pytest.mark.cpu
 def test_a_picture_becomes_the_normalised_mode(weights: WeightFiles) -> None:
     tensors = golden(TILED)
     encoder = load_h3_encoder(weights, device="cpu", tiling=SMALL_TILES, posterior=Posterior.MODE)
@@ -110,6 +112,11 @@ def vit_of(weights: WeightFiles) -> Vit:
     return load_vit(weights, dtype=torch.float32, device="cpu")
 
 
+NEEDS_DECODER = pytest.mark.skipif(
+    "in.z" not in golden(WINDOWED), reason="only the complete set has the decoder"
+)
+
+
 def decode(vit: Vit, latents_TCHW: Tensor, tiling: Tiling) -> Tensor:
     """Frames [3, F, H, W] before they become pictures."""
     latents_BCTHW = latents_TCHW.transpose(0, 1)[None]
@@ -118,10 +125,8 @@ def decode(vit: Vit, latents_TCHW: Tensor, tiling: Tiling) -> Tensor:
     return decoder.clip_frames(latents_BCTHW)[0]
 
 
-HAS_DECODER = "in.z" in golden(WINDOWED)
-
-
-@pytest.mark.skipif(not HAS_DECODER, reason="only the complete set has the decoder")
+@pytest.mark.manual
+@NEEDS_DECODER
 def test_the_windowed_decoder_makes_the_frames(weights: WeightFiles) -> None:
     vit, tensors = vit_of(weights), golden(WINDOWED)
     z_TCHW = tensors["in.z"]
@@ -137,7 +142,8 @@ def test_the_windowed_decoder_makes_the_frames(weights: WeightFiles) -> None:
         near(decode(vit, torch.cat([z_TCHW, z_TCHW])[:count], SMALL_TILES), name, tensors)
 
 
-@pytest.mark.skipif(not HAS_DECODER, reason="only the complete set has the decoder")
+@pytest.mark.manual
+@NEEDS_DECODER
 def test_the_released_tiles_make_the_frames(weights: WeightFiles) -> None:
     vit, tensors = vit_of(weights), golden(TILED)
 
@@ -195,6 +201,7 @@ def formula(name: str, shape: torch.Size) -> Tensor:
     return values + 0.5 if name == "decoder.22.bias" else values
 
 
+@pytest.mark.cpu
 @torch.no_grad()
 def test_taeh3_decodes_and_remembers(taeh3: tuple[Taeh3, dict[str, Tensor]]) -> None:
     network, tensors = taeh3
@@ -220,6 +227,7 @@ def test_taeh3_decodes_and_remembers(taeh3: tuple[Taeh3, dict[str, Tensor]]) -> 
     near(torch.cat(shown).clamp(0, 1), frames, tensors)
 
 
+@pytest.mark.cpu
 @torch.no_grad()
 def test_taeh3_encodes_frame_by_frame(taeh3: tuple[Taeh3, dict[str, Tensor]]) -> None:
     network, tensors = taeh3
