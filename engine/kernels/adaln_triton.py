@@ -1,7 +1,7 @@
 """Triton kernels of `adaln`; formulas, shapes and roundings stand there.
 
 Owns the launches. One program holds one row: the reduction needs all of it, and at 5,376 channels
-it fits the registers of 16 warps. The gated sum alone has no reduction and goes by tiles of
+it fits the registers of 8 warps. The gated sum alone has no reduction and goes by tiles of
 columns. Offsets are int64.
 """
 

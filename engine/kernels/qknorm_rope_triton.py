@@ -1,9 +1,10 @@
 """Triton kernels of `qknorm_rope`; formulas, shapes and roundings stand there.
 
-Owns the launches. One program holds some heads of one row, so that cosines, sines and matrices are
-loaded once for all of them. A head is taken as three pieces: both halves of the rotary channels,
-which pair element by element, and the groups of four behind them, which are split into four planes
-in registers so that memory is still read and written in order. Offsets are int64.
+Owns the launches. One program holds some heads of one row: few threads with 16 bytes each, so that
+no sum and no matrix crosses more than a warp or two. A head is taken as three pieces: both halves
+of the rotary channels, which pair element by element, and the groups of four behind them, which are
+split into four planes in registers so that memory is still read and written in order. All that a
+program reads is asked for before anything is computed. Offsets are int64.
 """
 
 # Kernel functions have no Python types: their arguments are blocks known at compile time.
@@ -28,65 +29,99 @@ from engine.kernels.rows_triton import (
     warps_for,
 )
 
-_HEADS = 8
-"""Heads of a program: 8 x 128 channels are 8 a thread, one load of 16 bytes in bf16."""
+_HEADS, _WARPS = 8, 2
+"""Of a program: 8 x 64 pairs are 8 a thread, one load of 16 bytes in bf16."""
 
 
 @triton.jit
-def _product_of_row(x0, x1, x2, x3, row_ptr):
-    """Sum in the order of the plain code."""
+def _row_of(row_ptr):
     m0, m1 = tl.load(row_ptr).to(tl.float32), tl.load(row_ptr + 1).to(tl.float32)
     m2, m3 = tl.load(row_ptr + 2).to(tl.float32), tl.load(row_ptr + 3).to(tl.float32)
-    return m0 * x0 + m1 * x1 + m2 * x2 + m3 * x3
+    return m0, m1, m2, m3
 
 
 @triton.jit
-def _turned(x, matrix_ptr, HEADS: tl.constexpr, REST_PAD: tl.constexpr):
+def _matrix(ptr):
+    return _row_of(ptr), _row_of(ptr + 4), _row_of(ptr + 8), _row_of(ptr + 12)
+
+
+@triton.jit
+def _product_of_row(x0, x1, x2, x3, m):
+    """Sum in the order of the plain code."""
+    return m[0] * x0 + m[1] * x1 + m[2] * x2 + m[3] * x3
+
+
+@triton.jit
+def _turned(x, matrix, HEADS: tl.constexpr, REST_PAD: tl.constexpr):
     """Multiply each run of four channels of [HEADS, REST_PAD] by a 4x4 matrix, in fp32."""
     even, odd = tl.split(tl.reshape(x, (HEADS, REST_PAD // 4, 2, 2)))
     x0, x2 = tl.split(even)
     x1, x3 = tl.split(odd)
-    y0 = _product_of_row(x0, x1, x2, x3, matrix_ptr)
-    y1 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 4)
-    y2 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 8)
-    y3 = _product_of_row(x0, x1, x2, x3, matrix_ptr + 12)
+    y0 = _product_of_row(x0, x1, x2, x3, matrix[0])
+    y1 = _product_of_row(x0, x1, x2, x3, matrix[1])
+    y2 = _product_of_row(x0, x1, x2, x3, matrix[2])
+    y3 = _product_of_row(x0, x1, x2, x3, matrix[3])
     return tl.reshape(tl.join(tl.join(y0, y2), tl.join(y1, y3)), (HEADS, REST_PAD))
 
 
 @triton.jit
-def _tables(
-    cos_ptr, sin_ptr, row, cos_row, sin_row,
-    kind: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, EAGER: tl.constexpr,
-):  # fmt: skip
-    pair = tl.arange(0, HALF_PAD)
-    cos = rounded(load_wide(cos_ptr + row * cos_row + pair, pair < HALF), kind, EAGER)
-    sin = rounded(load_wide(sin_ptr + row * sin_row + pair, pair < HALF), kind, EAGER)
-    return cos[None, :], sin[None, :]
+def _of_each_head(ptr, column, end, HEADS: tl.constexpr):
+    """Load the columns below ``end`` once a head: they then lie over threads as rows do.
+
+    Loaded once and spread afterwards they would go through shared memory, behind barriers.
+    """
+    head = tl.zeros((HEADS, 1), tl.int32)
+    return load_wide(ptr + (head + column), (head == 0) & (column < end))
 
 
 @triton.jit
-def _normed_pieces(
-    row_ptr, head_stride, delta_at_, weight_ptr, head, pair, rest, pair_mask, rest_mask, eps,
-    kind: tl.constexpr, HAS_DELTA: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
-    HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, EAGER: tl.constexpr,
+def _tables(
+    cos_ptr, sin_ptr, row, cos_row, sin_row, pair,
+    kind: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
-    at = row_ptr + head.to(tl.int64) * head_stride
+    cos = _of_each_head(cos_ptr + row * cos_row, pair, HALF, HEADS)
+    sin = _of_each_head(sin_ptr + row * sin_row, pair, HALF, HEADS)
+    return rounded(cos, kind, EAGER), rounded(sin, kind, EAGER)
+
+
+@triton.jit
+def _pieces(
+    at_, delta_at_, pair, rest, pair_mask, rest_mask,
+    kind: tl.constexpr, HAS_DELTA: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     high, tail = HALF + pair, 2 * HALF + rest
-    first = load_sum(at + pair, delta_at_ + pair, pair_mask, kind, HAS_DELTA)
-    second = load_sum(at + high, delta_at_ + high, pair_mask, kind, HAS_DELTA)
-    other = load_sum(at + tail, delta_at_ + tail, rest_mask, kind, HAS_DELTA)
-    squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
-    squares = squares + tl.sum(other * other, axis=1)
+    first = load_sum(at_ + pair, delta_at_ + pair, pair_mask, kind, HAS_DELTA)
+    second = load_sum(at_ + high, delta_at_ + high, pair_mask, kind, HAS_DELTA)
+    other = load_sum(at_ + tail, delta_at_ + tail, rest_mask, kind, HAS_DELTA)
+    return first, second, other
+
+
+@triton.jit
+def _normed(
+    pieces, weight_ptr, pair, rest, eps,
+    kind: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    EAGER: tl.constexpr,
+):  # fmt: skip
+    first, second, other = pieces
+    squares = tl.sum(first * first + second * second, axis=1) + tl.sum(other * other, axis=1)
     inverse_rms = tl.rsqrt(squares / WIDTH + eps)[:, None]
-    column, other_column = tl.arange(0, HALF_PAD), tl.arange(0, REST_PAD)
-    half_mask, other_mask = column < HALF, other_column < WIDTH - 2 * HALF
-    weight = load_wide(weight_ptr + column, half_mask)[None, :]
+    weight = _of_each_head(weight_ptr, pair, HALF, HEADS)
     first = rounded(first * inverse_rms * weight, kind, EAGER)
-    weight = load_wide(weight_ptr + HALF + column, half_mask)[None, :]
+    weight = _of_each_head(weight_ptr + HALF, pair, HALF, HEADS)
     second = rounded(second * inverse_rms * weight, kind, EAGER)
-    weight = load_wide(weight_ptr + 2 * HALF + other_column, other_mask)[None, :]
+    weight = _of_each_head(weight_ptr + 2 * HALF, rest, WIDTH - 2 * HALF, HEADS)
     other = rounded(other * inverse_rms * weight, kind, EAGER)
     return first, second, other
+
+
+@triton.jit
+def _store(
+    at_, first, second, other, pair, rest, pair_mask, rest_mask,
+    kind: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    tl.store(at_ + pair, first.to(kind), mask=pair_mask)
+    tl.store(at_ + HALF + pair, second.to(kind), mask=pair_mask)
+    tl.store(at_ + 2 * HALF + rest, other.to(kind), mask=rest_mask)
 
 
 @triton.jit
@@ -101,56 +136,52 @@ def _place_kernel(
     HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, HAS_DELTA: tl.constexpr,
     KEEP: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    batch, row = program // rows, program % rows
+    short_row = tl.program_id(0)
+    row, batch = short_row.to(tl.int64), tl.program_id(2).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pair, rest = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, REST_PAD)[None, :]
     pair_mask = (head < HEAD_COUNT) & (pair < HALF)
     rest_mask = (head < HEAD_COUNT) & (rest < WIDTH - 2 * HALF)
-    wide_head = head.to(tl.int64)
+    head = head.to(tl.int64)
     kind: tl.constexpr = q_ptr.dtype.element_ty
-    cos, sin = _tables(cos_ptr, sin_ptr, row, cos_row, sin_row, kind, HALF, HALF_PAD, EAGER)
-    query = query_ptr + batch * query_batch + (row // camera_rows) * query_run
-    key_value = key_value_ptr + batch * key_value_batch + (row // kv_camera_rows) * key_value_run
 
     # Contiguous rows: of the output, and of what is added to the inputs.
-    packed = (program * HEAD_COUNT + wide_head) * WIDTH
-    first, second, other = _normed_pieces(
-        q_ptr + batch * q_batch + row * q_row, q_head, q_delta_ptr + packed, q_weight_ptr, head,
-        pair, rest, pair_mask, rest_mask, eps, kind, HAS_DELTA, HALF, WIDTH, HALF_PAD, REST_PAD,
-        EAGER)  # fmt: skip
-    low, high = rotated_pair(first, second, cos, sin, kind, EAGER)
-    at = out_ptr + packed
-    tl.store(at + pair, low.to(kind), mask=pair_mask)
-    tl.store(at + HALF + pair, high.to(kind), mask=pair_mask)
-    turned = _turned(other, query, HEADS, REST_PAD)
-    tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
+    packed = ((batch * rows + row) * HEAD_COUNT + head) * WIDTH
+    q_at = q_ptr + batch * q_batch + row * q_row + head * q_head
+    k_at = k_ptr + batch * k_batch + row * k_row + head * k_head
+    v_at = v_ptr + batch * v_batch + row * v_row + head * v_head
+    q = _pieces(q_at, q_delta_ptr + packed, pair, rest, pair_mask, rest_mask, kind, HAS_DELTA, HALF)
+    k = _pieces(k_at, k_delta_ptr + packed, pair, rest, pair_mask, rest_mask, kind, HAS_DELTA, HALF)
+    v = _pieces(v_at, v_delta_ptr + packed, pair, rest, pair_mask, rest_mask, kind, HAS_DELTA, HALF)
+    # A row of its run in 32 bits: a division in 64 is a long way.
+    run = short_row // kv_camera_rows
+    key_value = _matrix(key_value_ptr + batch * key_value_batch + run * key_value_run)
+    cos, sin = _tables(cos_ptr, sin_ptr, row, cos_row, sin_row, pair, kind, HEADS, HALF, EAGER)
+    query = _matrix(query_ptr + batch * query_batch + short_row // camera_rows * query_run)
 
-    first, second, other = _normed_pieces(
-        k_ptr + batch * k_batch + row * k_row, k_head, k_delta_ptr + packed, k_weight_ptr, head,
-        pair, rest, pair_mask, rest_mask, eps, kind, HAS_DELTA, HALF, WIDTH, HALF_PAD, REST_PAD,
-        EAGER)  # fmt: skip
+    first, second, other = _normed(
+        q, q_weight_ptr, pair, rest, eps, kind, HEADS, HALF, WIDTH, EAGER
+    )
+    low, high = rotated_pair(first, second, cos, sin, kind, EAGER)
+    other = _turned(other, query, HEADS, REST_PAD)
+    _store(out_ptr + packed, low, high, other, pair, rest, pair_mask, rest_mask, kind, HALF)
+
+    first, second, other = _normed(
+        k, k_weight_ptr, pair, rest, eps, kind, HEADS, HALF, WIDTH, EAGER
+    )
     if KEEP:
-        at = raw_ptr + batch * raw_batch + row * raw_row + wide_head * raw_head
+        at = raw_ptr + batch * raw_batch + row * raw_row + head * raw_head
         tl.store(at + pair, first.to(kind), mask=pair_mask)
         tl.store(at + HALF + pair, second.to(kind), mask=pair_mask)
     low, high = rotated_pair(first, second, cos, sin, kind, EAGER)
-    at = key_ptr + batch * key_batch + row * key_row + wide_head * key_head
-    tl.store(at + pair, low.to(kind), mask=pair_mask)
-    tl.store(at + HALF + pair, high.to(kind), mask=pair_mask)
-    turned = _turned(other, key_value, HEADS, REST_PAD)
-    tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
+    other = _turned(other, key_value, HEADS, REST_PAD)
+    at = key_ptr + batch * key_batch + row * key_row + head * key_head
+    _store(at, low, high, other, pair, rest, pair_mask, rest_mask, kind, HALF)
 
-    source = v_ptr + batch * v_batch + row * v_row + wide_head * v_head
-    at = value_ptr + batch * value_batch + row * value_row + wide_head * value_head
-    delta, high, tail = v_delta_ptr + packed, HALF + pair, 2 * HALF + rest
-    first = load_sum(source + pair, delta + pair, pair_mask, kind, HAS_DELTA)
-    second = load_sum(source + high, delta + high, pair_mask, kind, HAS_DELTA)
-    tl.store(at + pair, first.to(kind), mask=pair_mask)
-    tl.store(at + high, second.to(kind), mask=pair_mask)
-    other = load_sum(source + tail, delta + tail, rest_mask, kind, HAS_DELTA)
-    turned = _turned(other, key_value, HEADS, REST_PAD)
-    tl.store(at + 2 * HALF + rest, turned.to(kind), mask=rest_mask)
+    first, second, other = v
+    other = _turned(other, key_value, HEADS, REST_PAD)
+    at = value_ptr + batch * value_batch + row * value_row + head * value_head
+    _store(at, first, second, other, pair, rest, pair_mask, rest_mask, kind, HALF)
 
 
 @triton.jit
@@ -167,7 +198,7 @@ def _rotate_kernel(
     mask = (head < HEAD_COUNT) & (pair < HALF)
     head = head.to(tl.int64)
     kind: tl.constexpr = raw_ptr.dtype.element_ty
-    cos, sin = _tables(cos_ptr, sin_ptr, row, cos_row, sin_row, kind, HALF, HALF_PAD, EAGER)
+    cos, sin = _tables(cos_ptr, sin_ptr, row, cos_row, sin_row, pair, kind, HEADS, HALF, EAGER)
     at = raw_ptr + batch * raw_batch + row * raw_row + head * raw_head
     first, second = load_wide(at + pair, mask), load_wide(at + HALF + pair, mask)
     low, high = rotated_pair(first, second, cos, sin, kind, EAGER)
@@ -195,7 +226,8 @@ def _turn_kernel(
     target = out_ptr + (program * HEAD_COUNT + head) * WIDTH
     kept = load_wide(source + lead, lead_mask)
     matrix = matrix_ptr + batch * matrix_batch + (row // camera_rows) * matrix_run
-    turned = _turned(load_wide(source + START + rest, rest_mask), matrix, HEADS, REST_PAD).to(kind)
+    other = load_wide(source + START + rest, rest_mask)
+    turned = _turned(other, _matrix(matrix), HEADS, REST_PAD).to(kind)
     if FP8:
         turned = turned.to(tl.float32)
         amax = tl.maximum(tl.max(tl.abs(kept)), tl.max(tl.abs(turned)))
@@ -234,7 +266,7 @@ def place(
     raw = key_BRNK if raw_BRNK is None else raw_BRNK
     deltas = (q_delta_BRNK, k_delta_BRNK, v_delta_BRNK)
     tile = min(_HEADS, triton.next_power_of_2(heads))
-    _place_kernel[(batch_size * rows, triton.cdiv(heads, tile))](
+    _place_kernel[(rows, triton.cdiv(heads, tile), batch_size)](
         q_BRNK, k_BRNK, v_BRNK,
         *(q_BRNK if delta is None else delta for delta in deltas),
         q_weight_K, k_weight_K, cos_RK, sin_RK, query_BG44, key_value_BG44,
@@ -246,8 +278,8 @@ def place(
         *key_BRNK.stride()[:3], *value_BRNK.stride()[:3], *raw.stride()[:3], eps,
         HEAD_COUNT=heads, HEADS=tile, WIDTH=width, HALF=start // 2,
         HALF_PAD=triton.next_power_of_2(start // 2), REST_PAD=triton.next_power_of_2(width - start),
-        HAS_DELTA=q_delta_BRNK is not None, KEEP=raw_BRNK is not None, EAGER=is_eager, num_warps=4,
-        **AS_WRITTEN,
+        HAS_DELTA=q_delta_BRNK is not None, KEEP=raw_BRNK is not None, EAGER=is_eager,
+        num_warps=_WARPS, **AS_WRITTEN,
     )  # fmt: skip
     return out
 
@@ -262,7 +294,7 @@ def rotate(
         raw_BRNK, cos_RK, sin_RK, key_BRNK, rows, *raw_BRNK.stride()[:3], cos_RK.stride(0),
         sin_RK.stride(0), *key_BRNK.stride()[:3],
         HEAD_COUNT=heads, HEADS=tile, HALF=half, HALF_PAD=triton.next_power_of_2(half),
-        EAGER=is_eager, num_warps=4, **AS_WRITTEN,
+        EAGER=is_eager, num_warps=_WARPS, **AS_WRITTEN,
     )  # fmt: skip
 
 

@@ -71,5 +71,8 @@ def codes_of(x, inverse):
 
 
 def warps_for(block: int) -> int:
-    """Warps of a program that holds a whole row of ``block`` elements: 16 to 32 a thread."""
-    return 16 if block >= 8192 else 8 if block >= 2048 else 4
+    """Warps of a program that holds ``block`` elements: 32 to 63 a thread where there are enough.
+
+    A thread then has several wide loads on their way at once, and a sum few warps to cross.
+    """
+    return min(max(2 ** (block // 1024).bit_length() // 2, 1), 16)
