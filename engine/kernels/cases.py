@@ -46,7 +46,7 @@ class Case:
 def _small() -> list[Case]:
     tiny = Case(
         name="tiny", dtype=torch.bfloat16, batch_size=2, rows=5, runs=5, hidden=96, heads=2,
-        width=128, rotary=96, inner=160,
+        width=128, rotary=96, inner=2208,
     )  # fmt: skip
     mini = Case(
         name="mini", dtype=torch.bfloat16, rows=3, runs=1, hidden=384, heads=6, width=64,

@@ -1,8 +1,8 @@
 """Triton kernels of `swiglu`; formula, shapes and roundings stand there.
 
 Owns the launches. The plain form goes by tiles of columns. The quantised one needs the largest
-value of the row first: a program goes through its row twice, the second time from the cache, which
-keeps few values in registers whatever the width. Offsets are int64.
+value of the row first: a program has a whole row, reads it once, and keeps what it made of each
+tile, rounded, in registers. Offsets are int64.
 """
 
 # Kernel functions have no Python types: their arguments are blocks known at compile time.
@@ -58,18 +58,19 @@ def _swiglu_fp8_kernel(
     kind: tl.constexpr = z_ptr.dtype.element_ty
     at = z_ptr + batch * z_batch + row * z_row
     largest = tl.full((TILE,), 0.0, tl.float32)
-    for begin in range(0, WIDTH, TILE):
+    made = ()
+    for begin in tl.static_range(0, WIDTH, TILE):
         column = begin + tl.arange(0, TILE)
         out = _gated(at + column, at, WIDTH, column < WIDTH, kind, False, EAGER)
-        out = out.to(kind).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(out))
-    factor, inverse = row_factors(tl.max(largest, axis=0))
+        made += (out.to(kind),)  # type: ignore[assignment]
+    # Rounding keeps the order, so that the largest value rounded is the largest rounded value.
+    factor, inverse = row_factors(tl.max(largest, axis=0).to(kind).to(tl.float32))
     tl.store(factor_ptr + program, factor)
-    for begin in range(0, WIDTH, TILE):
+    for begin in tl.static_range(0, WIDTH, TILE):
         column = begin + tl.arange(0, TILE)
-        mask = column < WIDTH
-        out = _gated(at + column, at, WIDTH, mask, kind, False, EAGER).to(kind).to(tl.float32)
-        tl.store(out_ptr + program * WIDTH + column, codes_of(out, inverse), mask=mask)
+        codes = codes_of(made[begin // TILE].to(tl.float32), inverse)
+        tl.store(out_ptr + program * WIDTH + column, codes, mask=column < WIDTH)
 
 
 def swiglu(z_BRF: Tensor, is_eager: bool, delta_BRF: Tensor | None) -> Tensor:

@@ -206,9 +206,9 @@ def test_wrong_arguments_are_refused(bad):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_NK": torch.zeros(160, 96)}, "weight is torch.float32; allowed: dense float8"),
+        ({"weight_NK": torch.zeros(2208, 96)}, "weight is torch.float32; allowed: dense float8"),
         ({"scale": torch.ones(2, 5)}, r"scale has shape \(2, 5\); allowed: \(2, 5, 1\)"),
-        ({"weight_scale_N": torch.ones(96)}, r"weight scale has shape \(96,\); allowed: \(160,\)"),
+        ({"weight_scale_N": torch.ones(96)}, r"weight scale has shape \(96,\); allowed: \(2208,\)"),
     ],
 )
 def test_wrong_products_are_refused(changes, message):
