@@ -10,12 +10,14 @@ what has no record has no row; a test holds README.md and the model card against
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ladder_report import RECORDS as LADDER_RECORDS
 from benchmarks.ladder_report import draw_pictures, ladder_section
 from benchmarks.session_report import session_section
+from engine.quant import LINEARS
 from miniworld.evaluation.figures import Figure, read_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +26,8 @@ MODEL_CARD = ROOT / "miniworld" / "README.md"
 H3_GUIDE = ROOT / "engine" / "h3_33b.md"
 LIVE_RECORDS = ROOT / "benchmarks" / "live.jsonl"
 SPEED_RECORDS = ROOT / "benchmarks" / "engine.jsonl"
+APPROXIMATION_RECORDS = ROOT / "benchmarks" / "quality.jsonl"
+PRODUCT_RECORDS = ROOT / "benchmarks" / "sqnr.jsonl"
 LADDER_PICTURES = ROOT / "benchmarks" / "pictures"
 QUALITY_RECORD = ROOT / "miniworld" / "figures.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -42,6 +46,17 @@ QUALITY_ROWS: tuple[tuple[str, str, str], ...] = (
     ("endless", "without collapse, 602 s", "walks that hold for ten minutes, share"),
 )
 """(item, figure, words for it)."""
+APPROXIMATED_ROWS: tuple[tuple[str, str, str], ...] = (
+    ("rollout", "gain over the frozen frame, chunk 3", "gain, chunk 3, dB"),
+    ("rollout", "gain over the frozen frame, chunk 12", "chunk 12, dB"),
+    ("rollout", "sharpness / VAE round trip, chunk 12", "sharpness, chunk 12"),
+    ("yaw", "median error, chunk 12", "error of a turn, chunk 12, deg"),
+    ("return", "PSNR, chunk 5", "turned and back, dB"),
+    ("long", "clips not empty, 60 s", "things in view, 60 s"),
+)
+"""The same of the table of approximations."""
+_FORM_KEY = ("linear", "attention", "cases", "gpu")
+_PRODUCT_KEY = ("preset", "weights", "geometry", "dtype", "linear", "gpu", "cpu")
 _KEY = ("preset", "weights", "geometry", "dtype", "compile_blocks", "gpu", "cpu", "threads")
 """Records that agree in these tell of the same thing; the last one counts."""
 _LIVE_KEY = ("preset", "transport", "cpu", "cpu_count")
@@ -82,8 +97,12 @@ def section(
     return "\n\n".join(part for part in parts if part) or "No records yet."
 
 
-def card_section(quality_record: Path = QUALITY_RECORD) -> str:
-    """Return every figure that has a target, for the model card."""
+def card_section(
+    quality_record: Path = QUALITY_RECORD,
+    approximation_records: Path = APPROXIMATION_RECORDS,
+    product_records: Path = PRODUCT_RECORDS,
+) -> str:
+    """Return every figure that has a target, for the model card, and what approximations cost."""
     figures, made = _figures(quality_record)
     rows = ["| item | figure | target | measured | n |", "|---|---|---|---|---|"]
     rows += [
@@ -93,6 +112,44 @@ def card_section(quality_record: Path = QUALITY_RECORD) -> str:
     ]
     rows.append("")
     rows.append(f"{made['dtype']} on {made['device']}, torch {made['torch']}, {made['time_utc']}.")
+    parts = ["\n".join(rows), _approximations(approximation_records), _products(product_records)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _approximations(path: Path) -> str:
+    """Table of the last comparison of each approximate form with the exact one."""
+    records = _latest(path, _FORM_KEY)
+    if not records:
+        return ""
+    words = [title for _, _, title in APPROXIMATED_ROWS]
+    head = ("linears, attention", *words, "figures kept", "commit")
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for record in records:
+        figures = {(each["item"], each["name"]): each for each in record["figures"]}
+        kept = sum(each["verdict"] == "kept" for each in record["figures"])
+        cells = [f"{record['linear']}, {record['attention']}, {record['cases']} clips"]
+        for item, name, _ in APPROXIMATED_ROWS:
+            known = figures.get((item, name))
+            sides = () if known is None else (known["exact"], known["approximate"])
+            cells.append(" -> ".join("-" if each is None else f"{each:.3g}" for each in sides))
+        cells += [f"{kept} of {len(record['figures'])}", record["commit"]]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _products(path: Path) -> str:
+    """Table of the least and the median that products of each kind keep, over the blocks."""
+    records = _latest(path, _PRODUCT_KEY)
+    if not records:
+        return ""
+    head = ("products in eight bits, least / median, dB", *LINEARS, "commit")
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for record in records:
+        cells = [f"`{record['preset']}` {record['geometry']}, {record['weights']} weights"]
+        for name in LINEARS:
+            found = [db for key, db in record["layers"].items() if key.endswith(f".{name}")]
+            cells.append(f"{min(found):.1f} / {statistics.median(found):.1f}" if found else "")
+        rows.append(f"| {' | '.join((*cells, record['commit']))} |")
     return "\n".join(rows)
 
 

@@ -34,7 +34,9 @@ def _speed(**changes: object) -> str:
 
 
 def _quality(path: Path) -> Path:
-    figures = Report(environment={"dtype": "bfloat16", "device": "A GPU", "commit": "abc1234"})
+    environment = {"dtype": "bfloat16", "device": "A GPU", "commit": "abc1234"}
+    environment |= {"torch": "2.11.0", "time_utc": "2026-01-01T00:00:00Z"}
+    figures = Report(environment=environment)
     figures.add("return", "PSNR, chunk 5", 27.914, count=64, unit="dB", at_least=28.5)
     figures.add("yaw", "median error, chunk 12", 0.1234, count=64, unit="deg", at_most=0.6)
     figures.add("other", "not shown", 1.0, count=64, at_least=0.5)
@@ -102,6 +104,34 @@ def test_quality_marks_what_is_missed_and_counts_all_targets(tmp_path: Path) -> 
     assert "A GPU" in text
 
 
+def test_approximations_show_the_last_record_of_each_form(tmp_path: Path) -> None:
+    shown = {"item": "yaw", "name": "median error, chunk 12", "exact": 0.0621, "verdict": "kept"}
+    record = {
+        "linear": "fp8_rowwise", "attention": "sdpa", "cases": 64, "gpu": "A GPU",
+        "commit": "abc1234",
+        "figures": [shown | {"approximate": 0.07}, shown | {"name": "other", "verdict": "worse"}],
+    }  # fmt: skip
+    broken = record | {"linear": "bf16", "figures": [shown | {"approximate": None}]}
+    path = tmp_path / "quality.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (record, broken, record)))
+    text = report.card_section(_quality(tmp_path / "figures.json"), path, tmp_path / "missing")
+    assert text.count("fp8_rowwise, sdpa, 64 clips |  |  |  | 0.0621 -> 0.07 |") == 1
+    assert "| 1 of 2 | abc1234 |" in text
+    assert "0.0621 -> - |" in text
+
+
+def test_products_show_the_least_and_the_median_of_their_kind(tmp_path: Path) -> None:
+    record = {
+        "preset": "mini", "geometry": "256x160", "weights": "shipped", "dtype": "bfloat16",
+        "linear": "fp8_rowwise", "gpu": None, "cpu": "A Processor", "commit": "abc1234",
+        "layers": {"blocks.2.up": 28.04, "blocks.3.up": 29.0, "blocks.4.up": 31.0},
+    }  # fmt: skip
+    path = tmp_path / "sqnr.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    text = report.card_section(_quality(tmp_path / "figures.json"), tmp_path / "missing", path)
+    assert "| `mini` 256x160, shipped weights |  |  | 28.0 / 29.0 |  | abc1234 |" in text
+
+
 def test_without_records_there_is_no_figure(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     text = report.section(missing, missing, missing, missing)
@@ -122,7 +152,7 @@ def test_shown_rows_are_figures_that_the_evaluation_makes() -> None:
     """A renamed figure would vanish from README without a word; the sources name each."""
     folder = Path(report.ROOT) / "miniworld" / "evaluation"
     sources = "".join(path.read_text() for path in folder.glob("*.py"))
-    for item, name, _ in report.QUALITY_ROWS:
+    for item, name, _ in (*report.QUALITY_ROWS, *report.APPROXIMATED_ROWS):
         assert f'"{item}"' in sources
         assert re.sub(r", (chunk \d+|\d+ s)$", "", name) in sources
 
