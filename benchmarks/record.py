@@ -113,6 +113,19 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
+def latest_records(path: Path, key: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the last record of each thing, which records that agree in `key` tell of.
+
+    There is none where there is no file.
+    """
+    latest: dict[tuple[object, ...], dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            latest[tuple(record[name] for name in key)] = record
+    return list(latest.values())
+
+
 def resident_mib() -> float:
     """Memory of this process that is resident now (its peak where the system tells no more)."""
     statm = Path("/proc/self/statm")

@@ -2,20 +2,21 @@
 records: ``python -m benchmarks.report``.
 
 Owns which figures stand there and how they are rounded; `ladder_report` has those of the ladder,
-`session_report` those of the guide.
+`session_report` and `decoder_report` those of the guide.
 Invariants: every number comes from a file of records in `benchmarks/` or `miniworld/figures.json`;
 what has no record has no row; a test holds README.md and the model card against what this makes.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decoder_report import decoder_section
 from benchmarks.ladder_report import RECORDS as LADDER_RECORDS
 from benchmarks.ladder_report import draw_pictures, ladder_section
+from benchmarks.record import latest_records
 from benchmarks.session_report import session_section
 from engine.quant import LINEARS
 from miniworld.evaluation.figures import Figure, read_report
@@ -118,7 +119,7 @@ def card_section(
 
 def _approximations(path: Path) -> str:
     """Table of the last comparison of each approximate form with the exact one."""
-    records = _latest(path, _FORM_KEY)
+    records = latest_records(path, _FORM_KEY)
     if not records:
         return ""
     words = [title for _, _, title in APPROXIMATED_ROWS]
@@ -139,7 +140,7 @@ def _approximations(path: Path) -> str:
 
 def _products(path: Path) -> str:
     """Table of the least and the median that products of each kind keep, over the blocks."""
-    records = _latest(path, _PRODUCT_KEY)
+    records = latest_records(path, _PRODUCT_KEY)
     if not records:
         return ""
     head = ("products in eight bits, least / median, dB", *LINEARS, "commit")
@@ -151,6 +152,11 @@ def _products(path: Path) -> str:
             cells.append(f"{min(found):.1f} / {statistics.median(found):.1f}" if found else "")
         rows.append(f"| {' | '.join((*cells, record['commit']))} |")
     return "\n".join(rows)
+
+
+def guide_section() -> str:
+    """Return sessions, decoders and loading, for the guide to the large preset."""
+    return "\n\n".join(part for part in (session_section(), decoder_section()) if part)
 
 
 def filled(readme: str, body: str) -> str:
@@ -167,7 +173,7 @@ def filled(readme: str, body: str) -> str:
 
 def _live(path: Path) -> str:
     """Table of the last record of each preset, transport and machine, and the parts of one."""
-    records = _latest(path, _LIVE_KEY)
+    records = latest_records(path, _LIVE_KEY)
     if not records:
         return ""
     rows = [
@@ -223,20 +229,9 @@ def _live_parts(record: dict[str, Any]) -> str:
     )
 
 
-def _latest(path: Path, key: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Last record of each thing; nothing without a file."""
-    if not path.exists():
-        return []
-    latest: dict[tuple[object, ...], dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        latest[tuple(record[name] for name in key)] = record
-    return list(latest.values())
-
-
 def _speed(path: Path) -> str:
     """Table of the last record of each size, device, dtype and way of running what ships."""
-    records = [record for record in _latest(path, _KEY) if record["weights"] == "shipped"]
+    records = [record for record in latest_records(path, _KEY) if record["weights"] == "shipped"]
     if not records:
         return ""
     rows = [
@@ -297,7 +292,7 @@ def main() -> None:
     """Draw the pictures of ladders; write the sections into README.md, model card and guide."""
     draw_pictures(LADDER_RECORDS, LADDER_PICTURES)
     sections = (
-        (README, section()), (MODEL_CARD, card_section()), (H3_GUIDE, session_section()),
+        (README, section()), (MODEL_CARD, card_section()), (H3_GUIDE, guide_section()),
     )  # fmt: skip
     for path, body in sections:
         text = path.read_text(encoding="utf-8")

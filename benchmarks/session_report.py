@@ -6,9 +6,10 @@ was run, the last one counts.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks.record import latest_records
 
 RECORDS = Path(__file__).parent / "session.jsonl"
 SWITCH_RECORDS = Path(__file__).parent / "switches.jsonl"
@@ -27,7 +28,7 @@ _KEY = ("preset", "row", "geometry", "weights", "dtype", "kernels", "decoder", "
 
 def session_section(path: Path = RECORDS, switches: Path = SWITCH_RECORDS) -> str:
     """Return the tables; a sentence without records."""
-    records = _latest(path, _KEY)
+    records = latest_records(path, _KEY)
     if not records:
         return "No records yet."
     lines = [
@@ -45,7 +46,7 @@ def session_section(path: Path = RECORDS, switches: Path = SWITCH_RECORDS) -> st
         "|---|---|---|",
         *map(_start_up, records),
     ]
-    switched = _latest(switches, _SWITCH_KEY)
+    switched = latest_records(switches, _SWITCH_KEY)
     if switched:
         lines += [
             "",
@@ -55,15 +56,6 @@ def session_section(path: Path = RECORDS, switches: Path = SWITCH_RECORDS) -> st
             *map(_switch, switched),
         ]
     return "\n".join(lines)
-
-
-def _latest(path: Path, key: tuple[str, ...]) -> list[dict[str, Any]]:
-    found: dict[tuple[object, ...], dict[str, Any]] = {}
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
-            found[tuple(record[name] for name in key)] = record
-    return list(found.values())
 
 
 def _title(record: dict[str, Any]) -> str:

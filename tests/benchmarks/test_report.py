@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from benchmarks.decoder_report import decoder_section
 from benchmarks.session_report import session_section
 from miniworld.evaluation.figures import Report
 from stream.cli import read_command
@@ -193,8 +194,74 @@ def test_sessions_elsewhere_have_no_target(tmp_path: Path) -> None:
 
 def test_the_guide_has_the_section_and_commands_that_are_read() -> None:
     guide = report.H3_GUIDE.read_text(encoding="utf-8")
-    assert report.filled(guide, session_section()) == guide
+    assert report.filled(guide, report.guide_section()) == guide
     commands = re.findall(r"^worldstream (.*)$", guide, re.MULTILINE)
     assert len(commands) == 5
     for command in commands:
         read_command(shlex.split(command))
+
+
+def _written(path: Path, *records: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+WHERE = {
+    "preset": "h3_33b", "weights": "random", "geometry": "1344x768", "gpu": "A GPU",
+    "cpu": "A Processor", "psnr_db": 55.12, "commit": "abc1234",
+}  # fmt: skip
+
+
+def _call(form: str, p50: float, **changes: object) -> dict[str, Any]:
+    call = {"unit": "ms", "n": 120, "p20": p50, "p50": p50, "p80": p50}
+    return WHERE | {
+        "mode": "pair", "form": form, "call": call, "call_p95": 55.04, "tflops": 541.6,
+        "error_max": 2.0, "class": "F", "state_mib": 4536.74, "state_measured_mib": 4536.75,
+    } | changes  # fmt: skip
+
+
+def test_causal_decoders_stand_in_a_row_with_all_forms(tmp_path: Path) -> None:
+    plain, compiled = _call("plain", 170.0), _call("compiled", 53.1)
+    path = _written(tmp_path / "a.jsonl", _call("recorded", 9.0), plain, _call("recorded", 51.62))
+    text = decoder_section(path, tmp_path / "none", tmp_path / "none")
+    assert "| **51.6** / 55.0 (120) (missed: at most 50) | 542 | -, 170.0 | 2 of 255, 55.1" in text
+    path = _written(path, _call("recorded", 51.62, geometry="832x480"))
+    text = decoder_section(path, tmp_path / "none", tmp_path / "none")
+    assert "| **51.6** / 55.0 (120) | 542 | -, - |" in text
+    path = _written(path, plain, compiled)
+    assert decoder_section(path, tmp_path / "none", tmp_path / "none") == ""
+
+
+def test_windowed_rows_are_held_against_both_ways_to_run_them(tmp_path: Path) -> None:
+    def block(row: str, p50: float, batch: int, dtype: str, mode: str) -> dict[str, Any]:
+        return WHERE | {
+            "row": row, "tile_batch": batch, "tile_count": 28, "dtype": dtype, "compile": mode,
+            "block": {"unit": "ms", "n": 4, "p50": p50}, "peak_gib": 8.42, "class": "F",
+        }  # fmt: skip
+
+    path = _written(
+        tmp_path / "a.jsonl",
+        block("autocast, tile by tile", 960.0, 1, "autocast", "eager"),
+        block("eager, tile by tile", 900.0, 1, "bfloat16", "eager"),
+        block("eager, 14 tiles", 800.0, 14, "bfloat16", "eager"),
+        block("compiled, 14 tiles", 480.0, 14, "bfloat16", "blocks"),
+        block("compiled, tile by tile", 500.0, 1, "bfloat16", "blocks"),
+    )
+    text = decoder_section(tmp_path / "none", path, tmp_path / "none")
+    assert "**960** (4) | - | - | - | 55.1 dB" in text
+    assert "**800** (4) | 1.20x | - | 1.12x |" in text
+    assert "**480** (4) | 2.00x | 1.67x (missed: at least 1.8) | 1.04x |" in text
+    assert "**500** (4) | 1.92x | 1.80x | - |" in text
+
+
+def test_loading_shows_every_way(tmp_path: Path) -> None:
+    record = WHERE | {
+        "name": "kept", "blocks": 15, "gb": 17.239, "gb_per_s": 28.33, "headers_s": 0.017,
+        "read_s": 0.61, "linears_s": 0.0, "host_peak_mib": 1329.0, "host_growth_mib": 64.0,
+        "is_exact": True, "class": "A",
+    }  # fmt: skip
+    path = _written(tmp_path / "a.jsonl", record, record | {"name": "bf16", "is_exact": False})
+    text = decoder_section(tmp_path / "none", tmp_path / "none", path)
+    assert "| 17.2 GB, **28.3** GB/s | 0.02 + 0.61 + 0.00 | 1329 MiB, +64 | as in the files" in text
+    assert "as stored, A GPU | 17.2 GB" in text
+    assert "| differ |" in text

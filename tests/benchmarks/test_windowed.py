@@ -28,4 +28,4 @@ def test_rows_stand_against_fp32_and_against_the_first_in_bf16() -> None:
     # Rounded to 8 bits in some places, and under autocast in the head too.
     assert 0 < first.error_max <= autocast.error_max < 0.1
     assert autocast.psnr_db < first.psnr_db
-    assert "eager, tile by tile" in first.line(first)
+    assert "eager, tile by tile" in first.line(autocast, first)
