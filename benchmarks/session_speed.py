@@ -24,7 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine.config import FRAMES_PER_LATENT, PRESET_NAMES, EngineConfig, Geometry, preset
+from benchmarks.options import add_options, take_options
+from engine.config import FRAMES_PER_LATENT, PRESET_NAMES, EngineConfig, KernelChoice, preset
 from engine.errors import ConfigError, WorldStreamError
 from stream.load_news import LoadNews
 
@@ -50,35 +51,50 @@ _FRAMES = sum(FRAMES_PER_LATENT)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionScenario:
-    """What is measured. Raises ConfigError for what cannot be."""
+    """What is measured, as the command line says it."""
 
-    preset: str = "h3_33b"
+    preset: Literal["mini", "h3_33b", "tiny"] = "h3_33b"
+    """Which model."""
     weights: str = "auto"
-    """shipped, random or a folder; auto: those that ship, else random."""
-    geometry: Geometry | None = None
+    """shipped, random, or a folder; auto: shipped where they are, else random."""
+    geometry: str = "auto"
+    """Picture size, such as 832x480; auto: the preset's own."""
     device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    kernels: Literal["auto", "off", "eager", "fast"] = "auto"
+    """Of the transformer blocks and the decoder."""
+    kernels: KernelChoice = "auto"
+    """Fused kernels and where they round."""
     decoder: str = "auto"
-    rows: tuple[str, ...] = ("exact",)
-    chunk_count: int = 20
-    """Chunks that count, of each kind of measurement."""
+    """Mode of the decoder."""
+    rows: str = "exact"
+    """exact, A (linears in eight bits), or both with a comma."""
+    chunks: int = 20
+    """Chunks to measure once the window is full, of each kind of measurement."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises: ConfigError for what cannot be measured."""
         if self.preset not in PRESET_NAMES:
             raise ConfigError(f"preset: {self.preset!r}; allowed: {', '.join(PRESET_NAMES)}")
-        if not 1 <= self.chunk_count <= CHUNK_LIMIT:
-            raise ConfigError(f"chunks: {self.chunk_count}; allowed: 1 to {CHUNK_LIMIT}")
-        for row in self.rows:
+        if not 1 <= self.chunks <= CHUNK_LIMIT:
+            raise ConfigError(f"chunks: {self.chunks}; allowed: 1 to {CHUNK_LIMIT}")
+        for row in self.row_names:
             if row not in ROWS:
                 raise ConfigError(f"rows: {row!r}; allowed: {', '.join(ROWS)}")
 
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """What is measured, in this order."""
+        return tuple(self.rows.split(","))
+
     def spec(self, row: str) -> WorldSpec:
         """The world of a row."""
+        from benchmarks.record import parse_geometry
         from stream.world_spec import WorldSpec
 
-        found = preset(self.preset, self.geometry)
-        ships = found.weights is not None and self.geometry in (None, *found.geometries)
+        geometry = None if self.geometry == "auto" else parse_geometry(self.geometry)
+        found = preset(self.preset, geometry)
+        ships = found.weights is not None and geometry in (None, *found.geometries)
         weights = self.weights
         if weights == "auto":
             weights = "shipped" if ships else "random"
@@ -161,6 +177,7 @@ def run_sessions(
 
     Raises: CheckpointError, ConfigError, DeviceError.
     """
+    scenario.check()
     stages = stages or Stages()
     import torch
 
@@ -169,7 +186,7 @@ def run_sessions(
 
     device = resolve_device(scenario.device)
     lines = []
-    for row in scenario.rows:
+    for row in scenario.row_names:
         _say(f"row {row}")
         measured = measure_row(scenario, row, stages)
         machine = dataclasses.asdict(describe_machine(device, commit=commit))
@@ -216,9 +233,9 @@ def measure_row(scenario: SessionScenario, row: str, stages: Stages) -> SessionR
             _play(session, world)
         _wait(device)
         warm_up_s = _since(begin_s)
-        chunk_ms, timings = _back_to_back(session, world, scenario.chunk_count)
+        chunk_ms, timings = _back_to_back(session, world, scenario.chunks)
         steps = [_spans(each) for each in timings]
-        first_ms, first_parts = _one_by_one(session, world, device, scenario.chunk_count)
+        first_ms, first_parts = _one_by_one(session, world, device, scenario.chunks)
         is_cuda = device.type == "cuda"
         free, total = torch.cuda.mem_get_info(device) if is_cuda else (0, 0)
         return SessionRow(
@@ -406,35 +423,15 @@ def _say(message: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.session_speed", description=__doc__)
-    parser.add_argument("--preset", choices=PRESET_NAMES, default="h3_33b")
-    parser.add_argument("--weights", default="auto", help="shipped, random, or a folder")
-    parser.add_argument("--geometry", help="picture size, such as 832x480")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--kernels", choices=("auto", "off", "eager", "fast"), default="auto")
-    parser.add_argument("--decoder", default="auto", help="mode of the decoder")
-    parser.add_argument("--rows", default="exact", help="exact, A, or both with a comma")
-    parser.add_argument("--chunks", type=int, default=20, help="that count, of each kind")
+    add_options(parser, SessionScenario)
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/session.jsonl")
     parser.add_argument("--commit", help="of the files, where they are no checkout")
     options = parser.parse_args(arguments)
     stages = Stages()
     with stages.stage("imports"):
-        from benchmarks.record import parse_geometry
-
         import_module("stream.worlds")
     try:
-        scenario = SessionScenario(
-            preset=options.preset,
-            weights=options.weights,
-            geometry=None if options.geometry is None else parse_geometry(options.geometry),
-            device=options.device,
-            dtype=options.dtype,
-            kernels=options.kernels,
-            decoder=options.decoder,
-            rows=tuple(options.rows.split(",")),
-            chunk_count=options.chunks,
-        )
+        scenario = take_options(options, SessionScenario)
         line = run_sessions(scenario, record=options.record, commit=options.commit, stages=stages)
         print(line, flush=True)
     except WorldStreamError as error:

@@ -5,12 +5,13 @@ Owns their options. Nothing heavy is imported before a command has checked its i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from benchmarks.session_speed import SessionScenario, run_sessions
 from engine.config import BackendName, EngineConfig, KernelChoice, LoraChoice, preset
 from engine.errors import ConfigError
 from stream.jobs import File, Text
@@ -102,7 +103,7 @@ class BenchEngine:
         for name in (
             "compile", "graphs", "attention", "kernels", "linear", "lora", "lora_mode", "ablations",
         ):  # fmt: skip
-            default = next(field.default for field in fields(self) if field.name == name)
+            default = next(each.default for each in fields(self) if each.name == name)
             if getattr(self, name) != default:
                 raise ConfigError(f"{name}: {getattr(self, name)}; allowed without ladder")
         from benchmarks.climb import ROW_NAMES, LadderScenario
@@ -130,24 +131,8 @@ class BenchSession:
     memory against its plan.
     """
 
-    preset: Literal["mini", "h3_33b", "tiny"] = "h3_33b"
-    """Which model."""
-    weights: str = "auto"
-    """shipped, random, or a folder; auto: shipped where they are, else random."""
-    geometry: Text = None
-    """Picture size, such as 832x480; by default the preset's own."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the transformer blocks and the decoder."""
-    kernels: KernelChoice = "auto"
-    """Fused kernels and where they round."""
-    decoder: str = "auto"
-    """Mode of the decoder."""
-    rows: str = "exact"
-    """exact, A (linears in eight bits), or both with a comma."""
-    chunks: int = 20
-    """Chunks to measure once the window is full, of each kind of measurement."""
+    scenario: tyro.conf.OmitArgPrefixes[SessionScenario] = field(default_factory=SessionScenario)
+    """What is measured."""
     record: File = None
     """File to append a JSON line a row to, such as benchmarks/session.jsonl."""
     verbose: bool = False
@@ -155,22 +140,8 @@ class BenchSession:
 
     def run(self) -> int:
         """Measure and print the record."""
-        from benchmarks.record import parse_geometry
-        from benchmarks.session_speed import SessionScenario, run_sessions
-
-        scenario = SessionScenario(
-            preset=self.preset,
-            weights=self.weights,
-            geometry=None if self.geometry is None else parse_geometry(self.geometry),
-            device=self.device,
-            dtype=self.dtype,
-            kernels=self.kernels,
-            decoder=self.decoder,
-            rows=tuple(self.rows.split(",")),
-            chunk_count=self.chunks,
-        )
         record = None if self.record is None else Path(self.record)
-        print(run_sessions(scenario, record=record), flush=True)
+        print(run_sessions(self.scenario, record=record), flush=True)
         return EXIT_OK
 
 

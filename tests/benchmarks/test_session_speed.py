@@ -68,13 +68,13 @@ def test_overlap(spans: dict[str, float], expected: float) -> None:
     ("changes", "message"),
     [
         ({"preset": "huge"}, "preset: 'huge'; allowed: mini"),
-        ({"chunk_count": 0}, "chunks: 0; allowed: 1 to"),
-        ({"rows": ("B",)}, "rows: 'B'; allowed: exact, A"),
+        ({"chunks": 0}, "chunks: 0; allowed: 1 to"),
+        ({"rows": "B"}, "rows: 'B'; allowed: exact, A"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SessionScenario(**changes)  # type: ignore[arg-type]
+        SessionScenario(**changes).check()  # type: ignore[arg-type]
 
 
 def test_it_needs_no_library_of_the_service() -> None:
