@@ -30,8 +30,8 @@ from miniworld.evaluation.figures import Figure, Report, read_report
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 SAME = ("weights_hash", "dtype", "device", "torch", "settings")
 """What both sides must agree in."""
-FORM = ("linear", "attention")
-"""What makes them differ."""
+FORM = ("linear", "attention", "sparse_tau")
+"""What makes them differ, where an evaluation has it."""
 
 Figures = Mapping[tuple[str, str], Figure]
 Verdict = Literal["kept", "worse", "target lost"]
@@ -131,8 +131,8 @@ class Judgement:
 class Comparison:
     """An approximate form beside the exact one."""
 
-    form: dict[str, str]
-    exact_form: dict[str, str]
+    form: dict[str, Any]
+    exact_form: dict[str, Any]
     environment: dict[str, Any]
     judgements: tuple[Judgement, ...]
 
@@ -196,8 +196,7 @@ def compare(exact: Report, approximate: Report) -> Comparison:
     if not judgements:
         raise ConfigError("figures are of other items; allowed: some that both sides have")
     form, exact_form = (
-        {name: report.environment.get(name, "auto") for name in FORM}
-        for report in (approximate, exact)
+        {name: report.environment.get(name) for name in FORM} for report in (approximate, exact)
     )
     if form != exact_form and all(each.difference == 0.0 for each in judgements):
         raise ConfigError(f"{_words(form)} made what the exact form made: it was not in use")
@@ -245,8 +244,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _words(form: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in form.items())
+def _words(form: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in form.items() if value is not None)
 
 
 def _line(each: Judgement) -> str:

@@ -56,7 +56,7 @@ APPROXIMATED_ROWS: tuple[tuple[str, str, str], ...] = (
     ("long", "clips not empty, 60 s", "things in view, 60 s"),
 )
 """The same of the table of approximations."""
-_FORM_KEY = ("linear", "attention", "cases", "gpu")
+_FORM_KEY = ("linear", "attention", "sparse_tau", "cases", "gpu")
 _PRODUCT_KEY = ("preset", "weights", "geometry", "dtype", "linear", "gpu", "cpu")
 _KEY = ("preset", "weights", "geometry", "dtype", "compile_blocks", "gpu", "cpu", "threads")
 """Records that agree in these tell of the same thing; the last one counts."""
@@ -128,7 +128,11 @@ def _approximations(path: Path) -> str:
     for record in records:
         figures = {(each["item"], each["name"]): each for each in record["figures"]}
         kept = sum(each["verdict"] == "kept" for each in record["figures"])
-        cells = [f"{record['linear']}, {record['attention']}, {record['cases']} clips"]
+        tau = record["sparse_tau"]
+        form = f"{record['linear']}, {record['attention']}" + (
+            "" if tau is None else f" at {tau:g}"
+        )
+        cells = [f"{form}, {record['cases']} clips"]
         for item, name, _ in APPROXIMATED_ROWS:
             known = figures.get((item, name))
             sides = () if known is None else (known["exact"], known["approximate"])
