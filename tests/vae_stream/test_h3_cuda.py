@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from graphs.compile import CompileMode
-from tests.tolerances import PARITY_ATOL
+from tests.tolerances import PARITY_ATOL, VIT_KERNEL_RATIO
 from tests.vae_stream.h3_tiny import random_vit, randomise
 from vae_stream import TinyDecoder
 from vae_stream.encoder import ImageEncoder
 from vae_stream.h3_encoder import H3Encoder, H3EncoderConfig
 from vae_stream.taeh3 import Taeh3, Taeh3Config
 from vae_stream.tiling import Tiling
+from vae_stream.window_fused import FusedWindows
 from vae_stream.windowed import WindowedDecoder
 
 pytestmark = [
@@ -83,6 +84,18 @@ def test_compiled_and_batched_frames_are_as_near_fp32_as_eager_ones(
     # Rounded in other places: twice the distance of the same dtype, and one bf16 step of 4.
     assert (made - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2**-6
     assert (made - exact).square().mean() <= 4 * (eager - exact).square().mean()
+
+
+def test_tiles_of_the_released_size_are_as_near_to_fp32_as_the_network() -> None:
+    """As many rows as in use: attention has a tile of its own for these."""
+    z_BCTHW = torch.randn(3, 24, 7, 16, 16, generator=torch.Generator().manual_seed(7)).cuda()
+    exact = random_vit().cuda()(z_BCTHW)
+    vit = random_vit().cast_blocks(torch.bfloat16).cuda()
+
+    made = FusedWindows(vit, CompileMode.EAGER)(z_BCTHW)
+
+    far, allowed = ((each - exact).square().mean().sqrt() for each in (made, vit(z_BCTHW)))
+    assert far <= VIT_KERNEL_RATIO * allowed
 
 
 def test_streamed_pictures_stay_on_the_gpu_and_are_those_of_the_whole_decode() -> None:
