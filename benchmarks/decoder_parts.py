@@ -9,7 +9,6 @@ shapes of a program of attention, which differ in speed alone. On CUDA.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 
 from benchmarks.decoders import RELEASED, call_flops
 from benchmarks.kernels import device_us
+from benchmarks.options import command_parser
 from benchmarks.record import append_record, describe_machine, parse_geometry, size_name
 from benchmarks.windowed import random_vit
 from engine.config import Geometry
@@ -109,7 +109,7 @@ def measure(size: Geometry, latents: int, device: torch.device, *, tiles: bool) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoder_parts", description=__doc__)
+    parser = command_parser("benchmarks.decoder_parts", __doc__)
     parser.add_argument("--geometry", default="832x480", help="picture size")
     parser.add_argument("--latents", type=int, choices=(1, 2), default=1)
     parser.add_argument("--no-tiles", action="store_true", help="the tile in use alone")
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if device.type != "cuda":
             raise ConfigError(f"device: {device}; allowed: cuda, whose kernels are measured")
     except WorldStreamError as error:
-        print(f"benchmarks.decoder_parts: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     print(f"{'part':34}{'us':>10}{'count':>6}{'ms':>10}", file=sys.stderr)
     parts = []

@@ -14,14 +14,13 @@ stderr as they are done, the last line of stdout is JSON.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.options import command_parser, count
 from benchmarks.record import (
     Machine,
     Spread,
@@ -42,7 +42,7 @@ from benchmarks.windowed import random_vit
 from engine.clock import new_clock
 from engine.config import Geometry
 from engine.device import resolve_device
-from engine.errors import WorldStreamError
+from engine.errors import ConfigError, WorldStreamError
 from vae_stream.causal_vit import CausalVitDecoder, Form, Mode
 from vae_stream.vit import Vit, VitConfig
 
@@ -99,8 +99,8 @@ class Measured:
         measured = "-" if self.state_measured_mib is None else f"{self.state_measured_mib:.1f}"
         peak = "-" if self.peak_gib is None else f"{self.peak_gib:.2f}"
         return (
-            f"{size_name(self.size):10}{self.row.name:24}{self.call.p50:9.2f}{self.call_p95:9.2f}{self.tflops:9.1f}"
-            f"{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}{self.state_mib:10.1f}"
+            f"{size_name(self.size):10}{self.row.name:24}{self.call.p50:9.2f}{self.call_p95:9.2f}"
+            f"{self.tflops:9.1f}{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}{self.state_mib:10.1f}"
             f"{measured:>10}{peak:>8}{self.graph_count:7}"
         )
 
@@ -262,20 +262,24 @@ def as_record(measured: Measured, machine: Machine, *, preset: str, dtype: str) 
     }
 
 
-def _rows(device: torch.device, names: str) -> Iterator[Row]:
-    for form in _SHARES if device.type == "cuda" else [Form.PLAIN]:
-        for mode in (Mode.SINGLE_A1, Mode.PAIR):
-            if names == "all" or str(form) in names.split(","):
-                yield Row(mode=mode, form=form)
+def _rows(device: torch.device, names: str) -> list[Row]:
+    """Rows of the forms that were named. Raises: ConfigError for one that the device has not."""
+    forms = list(_SHARES) if device.type == "cuda" else [Form.PLAIN]
+    chosen = list(map(str, forms)) if names == "all" else names.split(",")
+    for name in chosen:
+        if name not in forms:
+            raise ConfigError(f"forms: {name!r}; allowed on {device}: all, {', '.join(forms)}")
+    modes = (Mode.SINGLE_A1, Mode.PAIR)
+    return [Row(mode=mode, form=form) for form in forms if form in chosen for mode in modes]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoders", description=__doc__)
+    parser = command_parser("benchmarks.decoders", __doc__)
     parser.add_argument("--geometry", default=GEOMETRIES, help="picture sizes with commas")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--forms", default="all", help="all, or names with commas")
-    parser.add_argument("--calls", type=int, default=120, help="that count, of a recorded row")
+    parser.add_argument("--calls", type=count, default=120, help="that count, of a recorded row")
     parser.add_argument("--limit-s", type=float, default=90.0, help="no row begins later")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers")
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/decoders.jsonl")
@@ -284,12 +288,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sizes = [parse_geometry(text) for text in options.geometry.split(",")]
         device = resolve_device(options.device)
+        rows = _rows(device, options.forms)
     except WorldStreamError as error:
-        print(f"benchmarks.decoders: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     start_s = time.perf_counter()
     machine = describe_machine(device, commit=options.commit)
-    rows = list(_rows(device, options.forms))
     vit = random_vit(_TINY if options.tiny else RELEASED, device)
     benches = [Bench(vit, size, calls=options.calls, dropped=5) for size in sizes]
     for bench in benches:  # with fp32 blocks

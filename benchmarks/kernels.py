@@ -12,7 +12,6 @@ shows that the command works and nothing more (kernels are interpreted with TRIT
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.options import command_parser
 from benchmarks.record import append_record, describe_machine
 from engine.device import resolve_device
 from engine.errors import ConfigError, WorldStreamError
@@ -166,7 +166,7 @@ def _copy_rate(device: torch.device) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser = command_parser("benchmarks.kernels", __doc__)
     parser.add_argument("--names", default=",".join(OPS), help="operators with commas between")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--record", type=Path, help="file to append the JSON line to")

@@ -11,7 +11,6 @@ so and is gone at once, whereupon torchrun ends the others.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -29,6 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.climb import ROW_NAMES, Climbed, LadderScenario, Step, climb, measure_grounds
 from benchmarks.ladder_output import as_json, as_record, bars, captions, head, row_line
+from benchmarks.options import command_parser
 from benchmarks.plot import save_waterfall
 from benchmarks.record import append_record, parse_geometry
 from engine.config import PRESET_NAMES
@@ -142,7 +142,7 @@ def _exit_code(error: Exception) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Climb as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ladder", description=__doc__)
+    parser = command_parser("benchmarks.ladder", __doc__)
     parser.add_argument("--preset", choices=PRESET_NAMES, default="h3_33b")
     parser.add_argument("--weights", choices=("auto", "shipped", "random"), default="auto")
     parser.add_argument("--geometry", help="picture size, such as 832x480")

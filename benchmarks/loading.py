@@ -11,7 +11,6 @@ and safetensors alone. Rows go to stderr as they are done, the last line of stdo
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -28,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from benchmarks.options import command_parser
 from benchmarks.record import append_record, describe_machine, resident_mib
 from engine.checkpoint.folder import sampled_hash
 from engine.checkpoint.layouts import to_diffusers
@@ -292,7 +292,7 @@ def _say(message: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="benchmarks.loading", description=__doc__)
+    parser = command_parser("benchmarks.loading", __doc__)
     parser.add_argument("--preset", choices=PRESET_NAMES, default="h3_33b")
     parser.add_argument(
         "--gb", type=float, default=20.0, help="least size of the files, 10^9 bytes"

@@ -1,8 +1,9 @@
-"""A dataclass as options of a command, for machines without the library of the main command line.
+"""Options of commands on machines without the library of the main command line.
 
-Owns nothing but the reading: names, defaults, choices and words are those of the dataclass, whose
-fields are texts, counts or literals, each with a docstring below it. `worldstream` reads the same
-dataclass, so that both commands have the same options.
+Owns how a command shows its docstring, what a count is, and the reading of a dataclass: names,
+defaults, choices and words are those of the dataclass, whose fields are texts, counts or literals,
+each with a docstring below it. `worldstream` reads the same dataclass, so that both commands have
+the same options.
 """
 
 from __future__ import annotations
@@ -15,6 +16,26 @@ import textwrap
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Options = TypeVar("Options")
+
+
+def command_parser(module: str, words: str | None) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m module``, which shows the docstring as it stands."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=words,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def count(text: str) -> int:
+    """Read a number of things to measure.
+
+    Raises: ArgumentTypeError for less than one, ValueError for what is no whole number.
+    """
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}; allowed: 1 or more")
+    return number
 
 
 def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:

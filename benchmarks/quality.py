@@ -12,7 +12,6 @@ judged. Exit code 1 where an approximation does not pass.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -23,6 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.options import command_parser
 from benchmarks.record import append_record
 from engine.errors import ConfigError
 from miniworld.evaluation.figures import Figure, Report, read_report
@@ -263,11 +263,7 @@ def _line(each: Judgement) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quality",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("benchmarks.quality", __doc__)
     parser.add_argument("exact", type=Path, help="figures of the exact form")
     parser.add_argument("approximate", type=Path, nargs="+", help="figures of approximate forms")
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/quality.jsonl")

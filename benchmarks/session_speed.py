@@ -11,7 +11,6 @@ approximation. Lines for people go to stderr, the last line of stdout is JSON.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import json
@@ -24,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from benchmarks.options import add_options, take_options
+from benchmarks.options import add_options, command_parser, take_options
 from engine.config import FRAMES_PER_LATENT, PRESET_NAMES, EngineConfig, KernelChoice, preset
 from engine.errors import ConfigError, WorldStreamError
 from stream.load_news import LoadNews
@@ -422,7 +421,7 @@ def _say(message: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.session_speed", description=__doc__)
+    parser = command_parser("benchmarks.session_speed", __doc__)
     add_options(parser, SessionScenario)
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/session.jsonl")
     parser.add_argument("--commit", help="of the files, where they are no checkout")

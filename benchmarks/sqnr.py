@@ -11,7 +11,6 @@ layer shows its own loss alone. Lines for people go to stderr, the last line of 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -24,8 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.options import command_parser
 from benchmarks.record import append_record, describe_machine, parse_geometry, size_name
 from engine.config import PRESET_NAMES, EngineConfig, preset
+from engine.device import resolve_device
 from engine.errors import ConfigError, UnsupportedError, WorldStreamError
 from engine.kernels.fp8_linear import fp8_linear, quantize_rows
 from engine.linears import check_linears
@@ -103,7 +104,6 @@ def measure(
 
     Raises: CheckpointError, ConfigError, DeviceError, UnsupportedError.
     """
-    from engine.device import resolve_device
     from stream.world_spec import Start, WorldSpec
     from stream.worlds import default_prompt, first_picture, load_models
 
@@ -187,11 +187,7 @@ def _cell(db: float | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sqnr",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("benchmarks.sqnr", __doc__)
     parser.add_argument("--preset", choices=PRESET_NAMES, default="mini")
     parser.add_argument("--weights", help="shipped, random, or a folder; those that ship, if any")
     parser.add_argument("--geometry", help="picture size, such as 832x480")
@@ -219,8 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorldStreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENVIRONMENT
-    from engine.device import resolve_device
-
     machine = describe_machine(resolve_device(options.device), commit=options.commit)
     record |= dataclasses.asdict(machine)
     print(table(record), file=sys.stderr, flush=True)

@@ -12,7 +12,6 @@ line of stdout is JSON.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.climb import LadderScenario
+from benchmarks.options import command_parser
 from benchmarks.record import (
     Spread,
     append_record,
@@ -146,7 +146,7 @@ def line(record: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.switches", description=__doc__)
+    parser = command_parser("benchmarks.switches", __doc__)
     parser.add_argument("--preset", choices=PRESET_NAMES, default="h3_33b")
     parser.add_argument("--geometry", help="picture size, such as 832x480")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -15,7 +15,6 @@ last line of stdout is JSON.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.options import command_parser, count
 from benchmarks.record import Spread, append_record, describe_machine, parse_geometry, size_name
 from engine.clock import new_clock
 from engine.config import Geometry
@@ -198,11 +198,11 @@ class Bench:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.windowed", description=__doc__)
+    parser = command_parser("benchmarks.windowed", __doc__)
     parser.add_argument("--geometry", default="1344x768", help="picture size")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--tile-batch", type=int, default=14, help="most tiles at once")
-    parser.add_argument("--blocks", type=int, default=4, help="that count, of each row")
+    parser.add_argument("--tile-batch", type=count, default=14, help="most tiles at once")
+    parser.add_argument("--blocks", type=count, default=4, help="that count, of each row")
     parser.add_argument("--tuned", action="store_true", help="with autotuning too: minutes")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers, small tiles")
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/windowed.jsonl")
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         size, device = parse_geometry(options.geometry), resolve_device(options.device)
     except WorldStreamError as error:
-        print(f"benchmarks.windowed: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     machine = describe_machine(device, commit=options.commit)
     vit = random_vit(_TINY if options.tiny else VitConfig(), device)

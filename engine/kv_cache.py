@@ -185,10 +185,10 @@ class CacheOrder:
         raise NotImplementedError
 
     def _commit(self, placement: Placement) -> None:
-        raise NotImplementedError
+        """Keep what the passes left, unless it lies where it is to stay."""
 
     def _undo(self) -> None:
-        raise NotImplementedError
+        """Drop what the last `_commit` kept."""
 
 
 class PlainCache(CacheOrder):
@@ -423,9 +423,3 @@ class PackedCache(CacheOrder):
                 raw_keys[:, rows] = newest_keys
         elif self.history_limit > 0:
             self._ops.slide(buffers, newest % self.history_limit)
-
-    def _commit(self, placement: Placement) -> None:
-        pass
-
-    def _undo(self) -> None:
-        pass

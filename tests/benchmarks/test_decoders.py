@@ -35,9 +35,19 @@ def test_a_row_that_would_begin_too_late_is_named(capsys: pytest.CaptureFixture[
     assert "64x32 plain, pair: left out" in printed.err
 
 
-def test_a_size_that_is_none_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--geometry", "large"]) == 2
-    assert "geometry: 'large'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--geometry", "large"], "error: geometry: 'large'"),
+        (["--forms", "plain,fast"], "error: forms: 'fast'; allowed on cpu: all, plain\n"),
+        (["--forms", "recorded"], "error: forms: 'recorded'; allowed on cpu: all, plain\n"),
+    ],
+)
+def test_what_cannot_be_measured_is_bad_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--device", "cpu", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_work_of_a_pair_at_the_released_size() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from benchmarks import session_speed
-from benchmarks.options import add_options, take_options
+from benchmarks.options import add_options, command_parser, count, take_options
 from benchmarks.session_speed import SessionScenario
 from stream.cli import main, read_command
 
@@ -53,6 +53,18 @@ def test_wrong_values_are_refused(wrong: tuple[str, str]) -> None:
 def test_help_has_the_words_below_each_field() -> None:
     text = " ".join(_parser().format_help().split())
     assert "How fast, 100 % of the time, on level ground." in text
+
+
+def test_a_command_shows_its_docstring_as_it_stands() -> None:
+    parser = command_parser("benchmarks.walk", "How far.\n\n    a line of code\n")
+    assert "How far.\n\n    a line of code\n" in parser.format_help()
+    assert parser.prog == "python -m benchmarks.walk"
+
+
+def test_a_count_is_one_at_least() -> None:
+    assert count("1") == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="0; allowed: 1 or more"):
+        count("0")
 
 
 @pytest.mark.parametrize(

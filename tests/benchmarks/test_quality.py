@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.quality import compare, main
+from benchmarks.quality import LIMITS, compare, main
+from benchmarks.report import QUALITY_RECORD
 from engine.errors import ConfigError
 from miniworld.evaluation.figures import Report, read_report
 
@@ -87,6 +89,13 @@ def test_a_target_that_was_missed_before_is_no_new_loss() -> None:
 def test_what_is_no_comparison_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compare(_report(), _report(**changes))
+
+
+def test_every_limit_names_a_figure_that_the_evaluation_makes() -> None:
+    """A renamed figure would become context without a word."""
+    made = [(each.item, each.name) for each in read_report(QUALITY_RECORD).figures]
+    for item, pattern, _ in LIMITS:
+        assert any(item == own and fnmatchcase(name, pattern) for own, name in made), pattern
 
 
 def test_figures_of_other_items_are_refused() -> None:
