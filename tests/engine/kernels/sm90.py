@@ -32,7 +32,7 @@ def _recorded() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
     launches: list[tuple[JITFunction, dict[str, Any], dict[str, int]]] = []
 
     def record(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        names = ("num_warps", "num_stages", "enable_fp_fusion")
+        names = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
         settings = {name: options.pop(name) for name in names if name in options}
         given = dict(zip(kernel.arg_names, args, strict=False)) | options
         launches.append((kernel, given, settings))
