@@ -30,6 +30,7 @@ from benchmarks.record import (
     peak_resident_mib,
     size_name,
 )
+from engine.attention.sparse import check_density
 from engine.clock import new_clock
 from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, preset
 from engine.device import choose_dtype, resolve_device, torch_dtype
@@ -89,6 +90,12 @@ ROWS = (
         name="fp8_linear",
         title="FP8 linears",
         changes={"linear": "fp8_rowwise"},
+        is_approximate=True,
+    ),
+    Row(
+        name="sparse",
+        title="sparse attention",
+        changes={"attention": "sparse"},
         is_approximate=True,
     ),
 )
@@ -185,6 +192,8 @@ class Climbed:
     launches: Launches | None
     attention: dict[str, str]
     """Backend of each group of rows."""
+    density: float | None
+    """Share of the blocks of keys that sparse attention read."""
     replay_count: int
     """Passes that were replayed from graphs."""
     load_s: float
@@ -330,6 +339,9 @@ def _climb_row(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         warm_up_s = time.perf_counter() - begin_s - load_s
+        sparse = engine.core.attention.sparse
+        if sparse is not None:
+            sparse.take_density()
         clock = new_clock(device)
         timings = []
         clock.mark("0")
@@ -339,6 +351,9 @@ def _climb_row(
         chunk_ms = [
             clock.between_ms(f"{index}", f"{index + 1}") for index in range(scenario.chunk_count)
         ]
+        density = None if sparse is None else sparse.take_density()
+        if density is not None:
+            check_density(density)
         launches = _launches(lambda: next(chunks)) if device.type == "cuda" else None
         peak_gib = peak_resident_mib() * 2**20 / _GIB
         if device.type == "cuda":
@@ -367,9 +382,8 @@ def _climb_row(
         errors=errors,
         peak_gib=peak_gib,
         launches=launches,
-        attention={
-            group: getattr(plan, group).name for group in ("conditioning", "audio", "video")
-        },
+        attention=plan.names,
+        density=density,
         replay_count=replay_count,
         load_s=load_s,
         warm_up_s=warm_up_s,

@@ -66,10 +66,13 @@ def row_line(scenario: LadderScenario, grounds: Grounds, step: Step) -> str:
         "-" if launches is None else f"{launches.kernels}/{launches.calls}",
         *(f"{error:.2g}" for error in step.errors.values()),
     ]
+    line = _line(cells)
+    if step.density is not None:
+        line += f"  density {step.density:.3f}"
     if step.one_rank is None:
-        return _line(cells)
+        return line
     return (
-        f"{_line(cells)}  {step.speed_up:.2f} x one rank, {step.one_rank.p20:.1f} / "
+        f"{line}  {step.speed_up:.2f} x one rank, {step.one_rank.p20:.1f} / "
         f"{step.one_rank.p50:.1f} / {step.one_rank.p80:.1f}"
     )
 
@@ -118,6 +121,7 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
         "kernel_count": None if step.launches is None else step.launches.kernels,
         "launch_count": None if step.launches is None else step.launches.calls,
         "attention": step.attention,
+        "density": None if step.density is None else round(step.density, 4),
         "replay_count": step.replay_count,
         "load_s": round(step.load_s, 2),
         "warm_up_s": round(step.warm_up_s, 2),

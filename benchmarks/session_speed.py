@@ -5,8 +5,9 @@
 
 `worldstream bench session` is the same. Owns the order of the measurement; everything goes through
 the `Session` that `serve` runs. Needs torch, triton, numpy, einops, safetensors and pillow alone.
-Rows: "exact" has the dtype of the weights, "A" puts the linears into eight bits, which is an
-approximation. Lines for people go to stderr, the last line of stdout is JSON.
+Rows: "exact" has the dtype of the weights, "A" puts the linears into eight bits and reads a part of
+the window in summary, which are approximations. Lines for people go to stderr, the last line of
+stdout is JSON.
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ if TYPE_CHECKING:
     from stream.world_spec import WorldSpec
 
 EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
-ROWS = {"exact": "bf16", "A": "fp8_rowwise"}
-"""Scheme of the linears by the name of a row."""
+ROWS: dict[str, dict[str, Any]] = {
+    "exact": {"linear": "bf16"},
+    "A": {"linear": "fp8_rowwise", "attention": "sparse"},
+}
+"""Fields of `EngineConfig` by the name of a row."""
 SCENE = "meadow-lake"
 SEED = 0
 CHUNK_LIMIT = 10_000
@@ -67,7 +71,7 @@ class SessionScenario:
     decoder: str = "auto"
     """Mode of the decoder."""
     rows: str = "exact"
-    """exact, A (linears in eight bits), or both with a comma."""
+    """exact, A (eight bits, sparse attention), or both with a comma."""
     chunks: int = 20
     """Chunks to measure once the window is full, of each kind of measurement."""
 
@@ -103,7 +107,7 @@ class SessionScenario:
             geometry=found.model.geometry,
             weights="random" if self.preset == "tiny" else weights,
             engine=EngineConfig(
-                device=self.device, dtype=self.dtype, kernels=self.kernels, linear=ROWS[row]
+                device=self.device, dtype=self.dtype, kernels=self.kernels, **ROWS[row]
             ),
             decoder=self.decoder,
         )
@@ -128,6 +132,8 @@ class SessionRow:
     first_ms: list[float]
     """Action accepted to first frame in host memory, the refresh before it done, as in service."""
     first_parts: list[dict[str, float]]
+    density: float | None
+    """Share of the blocks of keys that sparse attention read."""
     plan: MemoryPlan
     allocated_gib: float
     reserved_gib: float
@@ -206,6 +212,7 @@ def measure_row(scenario: SessionScenario, row: str, stages: Stages) -> SessionR
     """Load, play, measure."""
     import torch
 
+    from engine.attention.sparse import check_density
     from engine.device import resolve_device
     from stream.session import ModelWorld, Session
     from stream.world_spec import Start
@@ -232,7 +239,11 @@ def measure_row(scenario: SessionScenario, row: str, stages: Stages) -> SessionR
             _play(session, world)
         _wait(device)
         warm_up_s = _since(begin_s)
+        world.take_density()
         chunk_ms, timings = _back_to_back(session, world, scenario.chunks)
+        density = world.take_density()
+        if density is not None:
+            check_density(density)
         steps = [_spans(each) for each in timings]
         first_ms, first_parts = _one_by_one(session, world, device, scenario.chunks)
         is_cuda = device.type == "cuda"
@@ -248,6 +259,7 @@ def measure_row(scenario: SessionScenario, row: str, stages: Stages) -> SessionR
             steps=steps,
             first_ms=first_ms,
             first_parts=first_parts,
+            density=density,
             plan=models.plan,
             allocated_gib=torch.cuda.max_memory_allocated(device) / _GIB if is_cuda else 0.0,
             reserved_gib=torch.cuda.max_memory_reserved(device) / _GIB if is_cuda else 0.0,
@@ -350,6 +362,8 @@ def as_record(scenario: SessionScenario, row: SessionRow) -> dict[str, Any]:
         "gpu_count": 1 if row.device.type == "cuda" else 0,
         "dtype": row.dtype,
         "linear": spec.engine.linear,
+        "attention": spec.engine.attention,
+        "density": None if row.density is None else round(row.density, 4),
         "kernels": spec.engine.kernels,
         "decoder": row.decoder,
         "frames_per_second": round(row.frames_per_second, 3),
@@ -395,6 +409,8 @@ def summary(row: SessionRow) -> str:
         f"  memory: planned {row.plan.peak_gib:.2f} GiB, peak allocated {row.allocated_gib:.2f}, "
         f"reserved {row.reserved_gib:.2f}, device in use {row.used_gib:.2f}",
     ]
+    if row.density is not None:
+        lines.append(f"  sparse attention read {row.density:.3f} of the blocks")
     return "\n".join(lines)
 
 

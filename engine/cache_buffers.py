@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
+from engine.kernels.sparse import KeySummary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,8 @@ class CacheBuffers:
     cos_SK: Tensor
     sin_SK: Tensor
     """Rotary tables of the window's slots: of the oldest chunk first."""
+    summaries: list[KeySummary | None]
+    """Of the blocks of a full window, where attention reads some in summary."""
 
     def layers(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Keys, values, raw and newest raw channels of each layer."""
@@ -58,10 +61,19 @@ class CacheBuffers:
                 new_BSNK = old_BSNK.new_empty(size).transpose(1, 2)
                 new_BSNK[:, rows:] = old_BSNK[:, old_rows:]
                 tensors[layer] = new_BSNK
+        for layer, summary in enumerate(self.summaries):
+            if summary is not None:
+                # One row more than is used, see `allocate`.
+                self.summaries[layer] = KeySummary.of(self.keys_BSNK[layer][:, :-1], rows)
 
 
 def allocate(
-    config: ModelConfig, shape: BufferShape, *, device: torch.device, dtype: torch.dtype
+    config: ModelConfig,
+    shape: BufferShape,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_summaries: bool = False,
 ) -> CacheBuffers:
     """Memory for one rollout; its content is undefined."""
 
@@ -79,14 +91,22 @@ def allocate(
     # one, so that one compiled pass serves all.
     rows = shape.prefix_rows + window_rows + 1
     table = torch.empty(window_rows, config.rotary_dim, device=device, dtype=dtype)
+    keys_BSNK = lists(rows, width)
+    summaries = [
+        KeySummary.of(keys[:, :-1], shape.prefix_rows)
+        if has_summaries and layer >= SPARSE_DENSE_LAYERS
+        else None
+        for layer, keys in enumerate(keys_BSNK)
+    ]
     return CacheBuffers(
         shape=shape,
-        keys_BSNK=lists(rows, width),
+        keys_BSNK=keys_BSNK,
         values_BSNK=lists(rows, width),
         raw_BSNK=lists(ring_rows, config.rotary_dim),
         newest_BRNK=lists(config.rows_per_chunk, config.rotary_dim),
         cos_SK=table,
         sin_SK=torch.empty_like(table),
+        summaries=summaries,
     )
 
 
@@ -97,10 +117,19 @@ class BufferLender:
         config: of the model.
         device: of the buffers.
         dtype: of the buffers.
+        has_summaries: whether attention reads some blocks in summary.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        has_summaries: bool = False,
+    ) -> None:
         self._config, self._device, self._dtype = config, device, dtype
+        self._has_summaries = has_summaries
         self._free: CacheBuffers | None = None
 
     def take(self, shape: BufferShape) -> CacheBuffers:
@@ -109,7 +138,10 @@ class BufferLender:
         if ready is not None and ready.shape == shape:
             return ready
         del ready  # before the new one is made: both may not fit
-        return allocate(self._config, shape, device=self._device, dtype=self._dtype)
+        return allocate(
+            self._config, shape, device=self._device, dtype=self._dtype,
+            has_summaries=self._has_summaries,
+        )  # fmt: skip
 
     def give(self, buffers: CacheBuffers) -> None:
         """Take memory back whose rollout has gone."""

@@ -21,11 +21,17 @@ PRESET_NAMES = ("mini", "h3_33b", "tiny")
 BackendName = Literal[
     "auto", "sdpa", "cudnn", "cudnn_split", "flash", "flex", "fa3", "fa4", "products", "math"
 ]  # fmt: skip
+AttentionName = Literal[BackendName, "sparse"]
+"""A backend for all groups of rows, or "sparse" for the chunk's rows over what is chosen else."""
 CompileChoice = Literal["auto", "off", "blocks", "full"]
 KernelChoice = Literal["auto", "off", "eager", "fast"]
 LoraChoice = Literal["auto", "merged", "separate", "fused"]
 QkvChoice = Literal["auto", "interleaved", "stacked"]
 PromptResidency = Literal["auto", "gpu", "cpu", "free"]
+SPARSE_DENSE_LAYERS = 2
+"""First layers that read the whole window whatever `EngineConfig.attention` is."""
+SPARSE_TAU_LIMIT = 8.0
+"""No block of a window is further from the mean."""
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
 """Schemes of `engine.quant` by name, or what fits."""
 VAE_SPATIAL_FACTOR = 16
@@ -293,8 +299,8 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """What a run chooses: where and how fast it runs. The maths stays, but for `linear` and for
-    `prompts.refinement`, which say so.
+    """What a run chooses: where and how fast it runs. The maths stays, but for `linear`, for
+    `attention` "sparse" and for `prompts.refinement`, which say so.
     """
 
     device: str = "auto"
@@ -311,9 +317,14 @@ class EngineConfig:
     cores a chunk of the small model then takes a tenth less."""
     graphs: bool | Literal["auto"] = "auto"
     """Record passes as CUDA graphs and replay them. The same bits. "auto": on CUDA."""
-    attention: BackendName = "auto"
+    attention: AttentionName = "auto"
     """Attention over the window. "auto" measures the backends of this machine once, and keeps the
-    choice on disk, because a trace is made again with the same bits only by the same backend."""
+    choice on disk, because a trace is made again with the same bits only by the same backend.
+    "sparse" reads a part of the window key by key and the rest in summary, which is an
+    approximation (`engine.kernels.sparse`)."""
+    sparse_tau: float = 1.0
+    """Standard deviations above the mean score at which "sparse" reads a block; larger reads less.
+    """
     kernels: KernelChoice = "auto"
     """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store. "auto":
     fast on CUDA unless something is compiled by name."""
@@ -354,7 +365,7 @@ class EngineConfig:
                 f"device is {self.device!r}; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"
             )
         for name, choices in (
-            ("compile", CompileChoice), ("attention", BackendName), ("kernels", KernelChoice),
+            ("compile", CompileChoice), ("attention", AttentionName), ("kernels", KernelChoice),
             ("graphs", Literal[True, False, "auto"]), ("free_adaln", Literal[True, False, "auto"]),
             ("qkv_layout", QkvChoice), ("lora_mode", LoraChoice),
         ):  # fmt: skip
@@ -364,6 +375,11 @@ class EngineConfig:
         if self.linear not in LINEAR_SCHEMES and not self.linear.endswith(".json"):
             names = ", ".join(map(repr, LINEAR_SCHEMES))
             raise ConfigError(f"linear is {self.linear!r}; allowed: {names}, a json file")
+        if not -SPARSE_TAU_LIMIT <= self.sparse_tau <= SPARSE_TAU_LIMIT:
+            raise ConfigError(
+                f"sparse_tau is {self.sparse_tau}; allowed: {-SPARSE_TAU_LIMIT} to "
+                f"{SPARSE_TAU_LIMIT}"
+            )
         if self.kernels in ("eager", "fast") and self.compile == "blocks":
             raise ConfigError(
                 f"kernels is {self.kernels!r}; allowed with compile 'blocks': 'off', because both "

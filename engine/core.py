@@ -111,14 +111,16 @@ class RolloutCore:
             attention = AttentionPlan.of(select_backend(need))
         self.attention = attention
         self._passes = ChunkPasses(
-            model, self._block_ops, attention.video, self._exchange,
+            model, self._block_ops, attention, self._exchange,
             is_compiled=is_compiled, runner=runner,
         )  # fmt: skip
         if (is_compiled or runner is not None) and not self.options.are_all_taken:
             raise ConfigError(f"options are {self.options}; allowed with whole passes: all of them")
         self._lender = None
         if runner is not None:
-            self._lender = BufferLender(self.config, self.device, model.dtype)
+            self._lender = BufferLender(
+                self.config, self.device, model.dtype, has_summaries=self._has_summaries
+            )
         self._modulation = ModulationTables(
             model,
             keeps_shared=self.options.adaln_tables,
@@ -131,6 +133,10 @@ class RolloutCore:
     def camera_dtype(self) -> torch.dtype:
         """Dtype of the camera matrices."""
         return torch.float32 if self.config.camera_dtype == "float32" else self.model.dtype
+
+    @property
+    def _has_summaries(self) -> bool:
+        return self.attention.sparse is not None
 
     @property
     def runner(self) -> GraphRunner | None:
@@ -164,7 +170,7 @@ class RolloutCore:
         if self.options.packed_history:
             cache = self._packed_cache(tables, inputs.text_BRE.shape[0])
         else:
-            cache = PlainCache(self.config, tables)
+            cache = PlainCache(self.config, tables, has_summaries=self._has_summaries)
         state = CoreState(
             inputs=inputs,
             layout=layout,
@@ -292,7 +298,10 @@ class RolloutCore:
         heads = self.config.num_attention_heads // self._exchange.world_size
         shape = BufferShape(batch_size=batch_size, heads=heads, prefix_rows=tables.prefix_rows)
         if self._lender is None:
-            buffers = allocate(self.config, shape, device=self.device, dtype=self.model.dtype)
+            buffers = allocate(
+                self.config, shape, device=self.device, dtype=self.model.dtype,
+                has_summaries=self._has_summaries,
+            )  # fmt: skip
             return PackedCache(self.config, tables, buffers, ops=self._block_ops)
         buffers = self._lender.take(shape)
         cache = PackedCache(self.config, tables, buffers, ops=self._block_ops)
@@ -359,7 +368,7 @@ class RolloutCore:
         """
         x_BRD = self.model.embed_video(patchify(latents_BCTHW))
         ops = self._block_ops
-        chunk = ChunkAttend(backend=self.attention.video, cache=state.cache, ops=ops, keep=keep)
+        chunk = ChunkAttend(plan=self.attention, cache=state.cache, ops=ops, keep=keep)
         if self.options.prefix_cache:
             share = self._exchange.over(x_BRD.shape[1])
             modulations = self._modulations(

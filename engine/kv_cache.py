@@ -31,8 +31,9 @@ from torch import Tensor
 from engine.attention.placement import Placement, PlacementOps
 from engine.block_ops import PlainRowOps, Projected, RowOps, Slot
 from engine.cache_buffers import CacheBuffers
-from engine.config import ModelConfig
+from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
 from engine.errors import StateError
+from engine.kernels.sparse import KeySummary
 from engine.model.prope import Projective
 
 
@@ -52,6 +53,8 @@ class Window(NamedTuple):
     q_BRNK: Tensor
     keys_BSNK: Tensor
     values_BSNK: Tensor
+    summary: KeySummary | None
+    """Room for that of the keys; None in a layer whose keys are all read."""
 
 
 class WindowCache(Protocol):
@@ -194,8 +197,11 @@ class CacheOrder:
 class PlainCache(CacheOrder):
     """Normalised keys and values in lists, placed in the plain form and joined at every call."""
 
-    def __init__(self, config: ModelConfig, tables: WindowTables) -> None:
+    def __init__(
+        self, config: ModelConfig, tables: WindowTables, *, has_summaries: bool = False
+    ) -> None:
         super().__init__(config, tables)
+        self._has_summaries = has_summaries
         self._prefix: dict[int, tuple[Tensor, Tensor]] = {}
         self._current: dict[int, tuple[Tensor, Tensor]] = {}
         self._chunks: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -245,7 +251,11 @@ class PlainCache(CacheOrder):
             values.append(past.value(v_past))
         keys.append(placement.key(k_BRNK))
         values.append(placement.value(v_BRNK))
-        return Window(placement.query(q_BRNK), torch.cat(keys, dim=1), torch.cat(values, dim=1))
+        keys_BSNK, values_BSNK = torch.cat(keys, dim=1), torch.cat(values, dim=1)
+        summary = None
+        if self._has_summaries and layer >= SPARSE_DENSE_LAYERS:
+            summary = KeySummary.of(keys_BSNK, self.tables.prefix_rows)
+        return Window(placement.query(q_BRNK), keys_BSNK, values_BSNK, summary)
 
     def _slide(self) -> None:
         del self._chunks[: -self.history_limit], self._cameras[: -self.history_limit]
@@ -268,6 +278,8 @@ class WindowViews:
     values_BSNK: tuple[Tensor, ...]
     raw_BRNK: tuple[Tensor, ...]
     """Where a refresh leaves the rotary channels of the chunk's keys before they are rotated."""
+    summaries: tuple[KeySummary | None, ...]
+    """Of these keys, but for what depends on the chunk itself."""
 
 
 class PackedCache(CacheOrder):
@@ -275,7 +287,8 @@ class PackedCache(CacheOrder):
 
     Values and the PRoPE channels of keys are final once written, because a pose is relative to the
     first frame for life. The place in time of a past chunk moves by one with each chunk, so the
-    rotary channels of its keys are also kept raw, and rotated anew once per slide.
+    rotary channels of its keys are also kept raw, and rotated anew once per slide. Where blocks of
+    keys are summarized, that of the past is done when a window is complete, once for all passes.
     """
 
     def __init__(
@@ -290,6 +303,7 @@ class PackedCache(CacheOrder):
         self._ops: RowOps = ops or PlainRowOps()
         self._buffers = buffers
         self._views: dict[int, WindowViews] = {}
+        self._is_summary_due = True
         self._adopt(tables)
 
     def _adopt(self, tables: WindowTables) -> None:
@@ -306,14 +320,31 @@ class PackedCache(CacheOrder):
         Raises: StateError before `begin`.
         """
         _ = self.placement
+        return self._next_views
+
+    @property
+    def _next_views(self) -> WindowViews:
         if self.slot not in self._views:
             stop, buffers = self._rows_of(self.slot).stop, self._buffers
             self._views[self.slot] = WindowViews(
                 keys_BSNK=tuple(keys[:, :stop] for keys in buffers.keys_BSNK),
                 values_BSNK=tuple(values[:, :stop] for values in buffers.values_BSNK),
                 raw_BRNK=tuple(buffers.newest_BRNK),
+                summaries=tuple(each and each.first(stop) for each in buffers.summaries),
             )
         return self._views[self.slot]
+
+    def settle(self) -> None:
+        """Slide where a slide is due, and summarize what was not summarized since."""
+        super().settle()
+        if self._is_summary_due:
+            views = self._next_views
+            for keys_BSNK, values_BSNK, summary in zip(
+                views.keys_BSNK, views.values_BSNK, views.summaries, strict=True
+            ):
+                if summary is not None:
+                    summary.renew(keys_BSNK, values_BSNK)
+        self._is_summary_due = False
 
     def kept(self) -> None:
         """Note that a refresh wrote every layer through `views`."""
@@ -326,6 +357,7 @@ class PackedCache(CacheOrder):
     def prefix_slot(self, layer: int, k_BRNK: Projected, placement: Placement) -> Slot:
         """Room for placed keys and values of the prefix: the front of the buffers."""
         rows = slice(0, self.tables.prefix_rows)
+        self._is_summary_due = True
         return Slot(
             key_BRNK=self._buffers.keys_BSNK[layer][:, rows],
             value_BRNK=self._buffers.values_BSNK[layer][:, rows],
@@ -338,6 +370,7 @@ class PackedCache(CacheOrder):
         old_rows, new_rows = self.tables.prefix_rows, tables.prefix_rows
         self._adopt(tables)
         self._placement = None
+        self._is_summary_due = True
         if new_rows != old_rows:
             self._buffers.resize_prefix(new_rows)
             self._views.clear()
@@ -372,7 +405,7 @@ class PackedCache(CacheOrder):
         placed_BRNK = self._ops.place(layer, q_BRNK, k_BRNK, v_BRNK, slot)
         if keep:
             self._mark(layer)
-        return Window(placed_BRNK, keys_BSNK, values_BSNK)
+        return Window(placed_BRNK, keys_BSNK, values_BSNK, views.summaries[layer])
 
     def snapshot(self) -> dict[str, Tensor]:
         """Buffers by name, shared; the last commit can no longer be undone."""
@@ -398,6 +431,7 @@ class PackedCache(CacheOrder):
         self.committed = committed
         self._written.clear()
         self._placement = None
+        self._is_summary_due = True
 
     def _named_buffers(self) -> tuple[tuple[str, list[Tensor]], ...]:
         """What has to be kept between two chunks."""
@@ -423,3 +457,6 @@ class PackedCache(CacheOrder):
                 raw_keys[:, rows] = newest_keys
         elif self.history_limit > 0:
             self._ops.slide(buffers, newest % self.history_limit)
+
+    def _commit(self, placement: Placement) -> None:
+        self._is_summary_due = True

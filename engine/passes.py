@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionPlan
 from engine.attention.placement import Placement
 from engine.block_ops import BlockOps, Projected, Rows, Slot
 from engine.kv_cache import PackedCache, WindowViews
@@ -47,7 +47,7 @@ class ChunkInputs:
 class _WindowAttend:
     """Rows of the chunk over windows that end with them."""
 
-    backend: AttentionBackend
+    plan: AttentionPlan
     ops: BlockOps
     placement: Placement
     windows: WindowViews
@@ -66,7 +66,10 @@ class _WindowAttend:
     def __call__(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> Rows:
         placed_BRNK = self._place(layer, q_BRNK, k_BRNK, v_BRNK)
         windows = self.windows
-        o_BRNK = self.backend(placed_BRNK, windows.keys_BSNK[layer], windows.values_BSNK[layer])
+        o_BRNK = self.plan.over_window(
+            placed_BRNK, windows.keys_BSNK[layer], windows.values_BSNK[layer],
+            windows.summaries[layer],
+        )  # fmt: skip
         return self.ops.output(layer, o_BRNK, self.placement)
 
     def store(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> None:
@@ -76,7 +79,7 @@ class _WindowAttend:
 def chunk_forward(
     model: MiniMaxH3Transformer,
     ops: BlockOps,
-    backend: AttentionBackend,
+    plan: AttentionPlan,
     exchange: Exchange,
     inputs: ChunkInputs,
     *,
@@ -84,7 +87,7 @@ def chunk_forward(
 ) -> Tensor | None:
     """Velocity rows [B, R, C], or None for a refresh (``keep``), which leaves keys and values."""
     attend = _WindowAttend(
-        backend=backend, ops=ops, placement=inputs.placement, windows=inputs.windows, keep=keep
+        plan=plan, ops=ops, placement=inputs.placement, windows=inputs.windows, keep=keep
     )
     # One gather for all layers; every row of a pass has the same time.
     modulation_L6D = inputs.tables.blocks_LM6D.index_select(1, inputs.step_1).squeeze(1)
@@ -109,7 +112,7 @@ class ChunkPasses:
     Args:
         model: its weights stay where they are.
         ops: how the blocks compute.
-        backend: of the attention over the window.
+        plan: of the attention over the window.
         exchange: how ranks share the pass.
         is_compiled: compile the pass as a whole, at its first use.
         runner: replays passes from graphs; None runs each anew.
@@ -119,7 +122,7 @@ class ChunkPasses:
         self,
         model: MiniMaxH3Transformer,
         ops: BlockOps,
-        backend: AttentionBackend,
+        plan: AttentionPlan,
         exchange: Exchange,
         *,
         is_compiled: bool = False,
@@ -130,10 +133,10 @@ class ChunkPasses:
         self.runner = runner
 
         def denoise(inputs: ChunkInputs) -> Tensor | None:
-            return chunk_forward(model, ops, backend, exchange, inputs, keep=False)
+            return chunk_forward(model, ops, plan, exchange, inputs, keep=False)
 
         def refresh(inputs: ChunkInputs) -> Tensor | None:
-            return chunk_forward(model, ops, backend, exchange, inputs, keep=True)
+            return chunk_forward(model, ops, plan, exchange, inputs, keep=True)
 
         self._denoise = compile_module(denoise) if is_compiled else denoise
         self._refresh = compile_module(refresh) if is_compiled else refresh
@@ -176,6 +179,7 @@ class ChunkPasses:
             fixed = (
                 *(buffers[name] for name in buffers.names),
                 *windows.keys_BSNK, *windows.values_BSNK, *windows.raw_BRNK,
+                *(part for each in windows.summaries if each for part in each.tensors),
                 tables.blocks_LM6D, tables.final_M2D,
             )  # fmt: skip
             output = self.runner.run(
@@ -277,3 +281,7 @@ def _let_rows_vary(windows: WindowViews) -> None:
     for view_BSNK in (*windows.keys_BSNK, *windows.values_BSNK):
         if not hasattr(view_BSNK, "_dynamo_dynamic_indices"):
             torch._dynamo.mark_dynamic(view_BSNK, 1)
+    for summary in windows.summaries:
+        if summary is not None and not hasattr(summary.mean_BNJK, "_dynamo_dynamic_indices"):
+            for blocks_BNJ in (summary.mean_BNJK, summary.sum_BNJK, summary.reach_BNJ):
+                torch._dynamo.mark_dynamic(blocks_BNJ, 2)

@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.attention.base import AttentionNeed, AttentionPlan
 from engine.attention.choice import group_shapes, plan_attention
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
+from engine.attention.sparse import with_sparse
 from engine.attention.timing import measure_on
 from engine.block_ops import BlockOps, PlainBlockOps
 from engine.config import EngineConfig
@@ -142,12 +143,18 @@ def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) ->
     machine = "cpu"
     if device.type == "cuda":
         machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    return plan_attention(
-        group_shapes(sizes, heads, need),
-        config.attention,
+    shapes = group_shapes(sizes, heads, need)
+    plan = plan_attention(
+        shapes,
+        "auto" if config.attention == "sparse" else config.attention,
         machine=machine,
         record=CACHE_FOLDER.expanduser() / "attention.json",
         measure=measure_on(device),
+    )
+    if config.attention != "sparse":
+        return plan
+    return with_sparse(
+        plan, shapes[-1], layers=sizes.num_layers, tau=config.sparse_tau, device=device
     )
 
 

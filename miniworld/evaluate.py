@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import torch
 
-from engine.config import BackendName, preset
+from engine.config import AttentionName, preset
 from engine.errors import WorldStreamError
 from miniworld.evaluation import endurance, quality
 from miniworld.evaluation.figures import Report
@@ -77,6 +77,7 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
         "dtype": str(models.core.model.dtype).removeprefix("torch."),
         "linear": models.linear,
         "attention": models.attention,
+        "sparse_tau": models.sparse_tau,
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -132,7 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="cuda, cpu; cuda where present by default")
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on CUDA by default")
     add("--linear", default="bf16", help="bf16, fp8_rowwise, or a json file with a scheme")
-    add("--attention", choices=get_args(BackendName), default="auto", help="over the window")
+    add("--attention", choices=get_args(AttentionName), default="auto", help="over the window")
+    add("--sparse-tau", type=float, default=1.0, help="of sparse attention: larger reads less")
     return parser
 
 
@@ -166,6 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stage=args.stage,
             linear=args.linear,
             attention=args.attention,
+            sparse_tau=args.sparse_tau,
         )
     except WorldStreamError as error:
         parser.error(f"{error}")

@@ -159,6 +159,10 @@ class Serve:
     """Mode of the decoder, which also chooses among several; by default the best that is there."""
     linear: Text = None
     """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, or a json file."""
+    attention: Text = None
+    """Over the window: auto, the name of a backend, or sparse, which is an approximation."""
+    sparse_tau: Number = None
+    """Of sparse attention, by default 1: larger reads less."""
     kernels: Text = None
     """Fused kernels and where they round: auto, off, eager or fast."""
     compile: Text = None

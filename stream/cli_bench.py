@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import tyro
 
 from benchmarks.session_speed import SessionScenario, run_sessions
-from engine.config import BackendName, EngineConfig, KernelChoice, LoraChoice, preset
+from engine.config import AttentionName, EngineConfig, KernelChoice, LoraChoice, preset
 from engine.errors import ConfigError
 from stream.jobs import File, Text
 
@@ -37,8 +37,10 @@ class BenchEngine:
     """Compile the blocks, or the whole pass; auto: the whole pass on CUDA."""
     graphs: Literal["auto", "on", "off"] = "auto"
     """Replay passes as CUDA graphs."""
-    attention: BackendName = "auto"
-    """Backend of the attention over the window."""
+    attention: AttentionName = "auto"
+    """Backend of the attention over the window, or sparse, which is an approximation."""
+    sparse_tau: float = 1.0
+    """Of sparse attention: larger reads less."""
     kernels: KernelChoice = "auto"
     """Fused kernels and where they round."""
     linear: str = "bf16"
@@ -86,6 +88,7 @@ class BenchEngine:
                 compile=self.compile,
                 graphs="auto" if self.graphs == "auto" else self.graphs == "on",
                 attention=self.attention,
+                sparse_tau=self.sparse_tau,
                 kernels=self.kernels,
                 linear=self.linear,
                 lora=self.lora,
@@ -101,7 +104,8 @@ class BenchEngine:
     def _climb(self) -> int:
         """Run the ladder, which chooses for itself how each row runs."""
         for name in (
-            "compile", "graphs", "attention", "kernels", "linear", "lora", "lora_mode", "ablations",
+            "compile", "graphs", "attention", "sparse_tau", "kernels", "linear", "lora",
+            "lora_mode", "ablations",
         ):  # fmt: skip
             default = next(each.default for each in fields(self) if each.name == name)
             if getattr(self, name) != default:

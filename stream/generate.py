@@ -176,6 +176,8 @@ def trace_header(
         device=world.device,
         dtype=world.dtype,
         linear=world.speed.linear,
+        attention=world.speed.attention,
+        sparse_tau=world.speed.sparse_tau,
         kernels=world.speed.kernels,
         compile=world.speed.compile,
         torch_version=torch.__version__,

@@ -87,6 +87,10 @@ class JobOptions:
     """Mode of the decoder, which also chooses among several; auto: the best that is there."""
     linear: str = "auto"
     """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, or a json file."""
+    attention: str = "auto"
+    """Over the window: auto, the name of a backend, or sparse, which is an approximation."""
+    sparse_tau: Number = "1"
+    """Of sparse attention: larger reads less."""
     kernels: str = "auto"
     """Fused kernels and where they round: auto, off, eager or fast."""
     lora: File = None
@@ -152,6 +156,8 @@ def plan(options: JobOptions) -> Job:
         dtype=options.dtype,
         decoder=options.decoder,
         linear=options.linear,
+        attention=options.attention,
+        sparse_tau=_number(options.sparse_tau, "sparse_tau"),
         kernels=options.kernels,
         prompts=prompt_options(
             encoder=options.prompt_encoder,
@@ -277,6 +283,13 @@ def _chunk_count(options: JobOptions, script: KeyScript) -> int:
             f"seconds: {str(options.seconds)[:40]!r}; allowed: more than 0, at most {limit_s:.0f}"
         )
     return max(1, math.ceil(round(seconds * FRAMES_PER_SECOND, 6) / FRAMES_PER_CHUNK))
+
+
+def _number(value: object, name: str) -> float:
+    try:
+        return float(str(value))
+    except ValueError:
+        raise ConfigError(f"{name}: {str(value)[:40]!r}; allowed: a number") from None
 
 
 def _whole(value: object, name: str, low: int, high: int) -> int:

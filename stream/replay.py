@@ -86,6 +86,8 @@ def plan_replay(
         lora_mode=lora_mode,
         qkv_layout=qkv_layout,
         linear=header.linear,
+        attention=header.attention,
+        sparse_tau=header.sparse_tau,
         kernels=header.kernels,
         compiling=header.compile,
     )

@@ -45,6 +45,8 @@ class WorldSpeed:
     """How passes run, as far as bits depend on it; see the fields of `EngineConfig`."""
 
     linear: str = "bf16"
+    attention: str = "auto"
+    sparse_tau: float = 1.0
     kernels: str = "off"
     compile: str = "off"
 
@@ -132,8 +134,9 @@ class ModelWorld:
         self.dtype = str(engine.dtype).removeprefix("torch.")
         config = engine.config
         self.speed = WorldSpeed(
-            linear=config.linear, kernels=config.kernels, compile=config.compile
-        )
+            linear=config.linear, attention=config.attention, sparse_tau=config.sparse_tau,
+            kernels=config.kernels, compile=config.compile,
+        )  # fmt: skip
         self.note = engine.dtype_choice.reason
         self.is_finite = True
         self.timings: StepTimings | None = None
@@ -217,6 +220,14 @@ class ModelWorld:
         self.decoder_name = decoder.name
         self._decoder_state = decoder.new_state(LATENTS_PER_CHUNK * rollout.chunk_index)
         return owed
+
+    def take_density(self) -> float | None:
+        """Return the share of blocks of keys that sparse attention read since the last call.
+
+        Waits for the device. None where attention reads all of them.
+        """
+        sparse = self._engine.core.attention.sparse
+        return None if sparse is None else sparse.take_density()
 
     @property
     def state_bytes(self) -> int:

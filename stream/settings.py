@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from engine.config import SPARSE_TAU_LIMIT, AttentionName
 from engine.errors import ConfigError
 from stream.ice_servers import parse_ice_server, with_user
 from stream.protocol import IceServer
@@ -40,6 +41,10 @@ class ServerSettings(BaseSettings):
     """Mode of the decoder, which also chooses among several; auto: the best that is there."""
     linear: str = "auto"
     """Products of the blocks; auto: bf16 wherever that fits, else eight bits."""
+    attention: AttentionName = "auto"
+    """Over the window; auto: what is fastest here; sparse: a part in summary, an approximation."""
+    sparse_tau: Annotated[float, Field(ge=-SPARSE_TAU_LIMIT, le=SPARSE_TAU_LIMIT)] = 1.0
+    """Of sparse attention: larger reads less."""
     kernels: Literal["auto", "off", "eager", "fast"] = "auto"
     """Fused kernels and where they round."""
     compile: Literal["auto", "off", "blocks", "full"] = "auto"

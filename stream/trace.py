@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine.types import Action
 
-TRACE_VERSION = 4
+TRACE_VERSION = 5
 """Rises where an older trace would be read, but not made again bit for bit."""
 TRACE_SUFFIX = ".trace.jsonl"
 FILE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -56,6 +56,8 @@ class TraceHeader:
     dtype: str
     linear: str
     """Scheme of the products."""
+    attention: str
+    sparse_tau: float
     kernels: str
     compile: str
     torch_version: str
@@ -274,6 +276,7 @@ def _header(data: dict[str, Any], where: str) -> TraceHeader:
         raise ConfigError(f"{where}: header keys missing or unknown: {wrong}")
     allowed: dict[str, tuple[type, ...]] = {
         "int": (int,),
+        "float": (float,),
         "str": (str,),
         "str | None": (str, type(None)),
     }

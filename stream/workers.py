@@ -159,6 +159,8 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
         dtype=settings.dtype,
         decoder=settings.decoder,
         linear=settings.linear,
+        attention=settings.attention,
+        sparse_tau=settings.sparse_tau,
         kernels=settings.kernels,
         compiling=settings.compile,
         is_long_lived=True,

@@ -55,6 +55,8 @@ def world_spec(
     prompts: PromptOptions | None = None,
     decoder: str = "auto",
     linear: str = "auto",
+    attention: str = "auto",
+    sparse_tau: float = 1.0,
     kernels: str = "auto",
     compiling: str = "auto",
     is_long_lived: bool = False,
@@ -95,6 +97,8 @@ def world_spec(
             dtype=dtype,  # type: ignore[arg-type]  # checked above
             prompts=prompts or PromptOptions(),
             linear=linear,
+            attention=attention,  # type: ignore[arg-type]  # checked there
+            sparse_tau=sparse_tau,
             kernels=kernels,  # type: ignore[arg-type]  # checked there
             compile=compiling,  # type: ignore[arg-type]  # checked there
             is_long_lived=is_long_lived,

@@ -92,6 +92,8 @@ LOSSY_LINK_SHARE = {0.01: 0.97, 0.05: 0.85}
 # within some fp32 ulps of a rounding boundary falls to the other side. 2^-16 of a bf16 step either
 # way a rounding, a handful of roundings a value, and a step is carried on by what follows: 0.1 %.
 EAGER_EQUAL_SHARE = 0.999
+# Weights and output of attention are rounded to bf16, 2e-3 RMS each; gate of the published form.
+SPARSE_BF16_REL = 5e-3
 # A fused rollout in bf16 or in eight bits against the distance of the plain one from fp32, RMS: two
 # samples of the same rounding noise, as BF16_GOLDEN_RATIO.
 FUSED_ROLLOUT_RATIO = 1.5

@@ -8,13 +8,17 @@ Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.config import BackendName
 from engine.errors import ConfigError, UnsupportedError
+from engine.kernels.sparse import KeySummary
+
+if TYPE_CHECKING:
+    from engine.attention.sparse import SparseAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +79,32 @@ class AttentionPlan:
     conditioning: AttentionBackend
     audio: AttentionBackend
     video: AttentionBackend
+    sparse: SparseAttention | None = None
+    """Of the video rows in the layers whose windows are summarized."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names by group."""
+        return {
+            "conditioning": self.conditioning.name,
+            "audio": self.audio.name,
+            "video": self.video.name if self.sparse is None else self.sparse.name,
+        }
+
+    def over_window(
+        self, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor, summary: KeySummary | None
+    ) -> Tensor:
+        """Return [B, R, N, K] of a chunk's rows, which are the last of the window.
+
+        Args:
+            q_BRNK: their queries.
+            k_BSNK: of the window.
+            v_BSNK: of the window.
+            summary: of its past; None in a layer that reads all of it.
+        """
+        if self.sparse is None or summary is None:
+            return self.video(q_BRNK, k_BSNK, v_BSNK)
+        return self.sparse(q_BRNK, k_BSNK, v_BSNK, summary)
 
     @classmethod
     def of(cls, backend: AttentionBackend) -> AttentionPlan:

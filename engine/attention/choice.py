@@ -121,7 +121,9 @@ def plan_attention(
             _log.info("attention_selected %s, as measured before", choice.reason)
         chosen[shape.group] = select_backend(need, choice.name)
     _write(record, known)
-    return AttentionPlan(**chosen)
+    return AttentionPlan(
+        conditioning=chosen["conditioning"], audio=chosen["audio"], video=chosen["video"]
+    )
 
 
 def _remembered(kept: Any, shape: AttentionShape) -> AttentionChoice | None:

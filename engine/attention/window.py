@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionPlan
+from engine.attention.base import AttentionPlan
 from engine.attention.placement import Placement
 from engine.block_ops import Projected, RowOps, Rows, join_rows
 from engine.kv_cache import WindowCache
@@ -56,7 +56,7 @@ class PrefixAttend:
 class ChunkAttend:
     """Rows of the current chunk over the whole window."""
 
-    backend: AttentionBackend
+    plan: AttentionPlan
     cache: WindowCache
     ops: RowOps
     keep: bool
@@ -65,7 +65,11 @@ class ChunkAttend:
     def __call__(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> Rows:
         """Attend to prefix, history and the chunk itself."""
         window = self.cache.window(layer, q_BRNK, k_BRNK, v_BRNK, keep=self.keep)
-        o_BRNK = self.backend(window.q_BRNK, window.keys_BSNK, window.values_BSNK)
+        keys_BSNK, values_BSNK, summary = window.keys_BSNK, window.values_BSNK, window.summary
+        if summary is not None:
+            # All of it: in a pass over the prefix as well, the prefix may be new.
+            summary.renew(keys_BSNK, values_BSNK)
+        o_BRNK = self.plan.over_window(window.q_BRNK, keys_BSNK, values_BSNK, summary)
         return self.ops.output(layer, o_BRNK, self.cache.placement)
 
     def store(self, layer: int, q_BRNK: Projected, k_BRNK: Projected, v_BRNK: Projected) -> None:

@@ -21,6 +21,8 @@ from engine.kernels import (
     qknorm_rope,
     reference,
     slide,
+    sparse,
+    sparse_reference,
     swiglu,
 )
 from engine.kernels.cases import CASES, Case
@@ -84,6 +86,13 @@ def _heads(tensors: float, codes: float = 0.0) -> Callable[[Case], float]:
     return lambda case: (
         _rows(case) * case.heads * case.width * (tensors * case.dtype.itemsize + codes)
     )
+
+
+def _window(tensors: float) -> Callable[[Case], float]:
+    return lambda case: (
+        case.batch_size * cases.window_keys(case) * case.heads * case.width
+        * tensors * case.dtype.itemsize
+    )  # fmt: skip
 
 
 def _rotary(tensors: float) -> Callable[[Case], float]:
@@ -161,6 +170,17 @@ _TABLE = (
         inputs=cases.absorb_inputs, bytes_moved=_heads(3),
         flops=lambda case: 4.0 * 127 * _rows(case) * case.heads * case.width,
         written=("o_BRNK",), tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="summarize", klass="F", reference=sparse_reference.summarize, fused=sparse.summarize,
+        inputs=cases.summarize_inputs, bytes_moved=_window(2), written=("mean_BNJK", "sum_BNJK"),
+        tolerance=F_TOLERANCE,
+    ),
+    Op(
+        name="sparse_attend", klass="F", reference=sparse_reference.attend, fused=sparse.attend,
+        inputs=cases.sparse_inputs, bytes_moved=_window(2),
+        flops=lambda case: 4.0 * _window(1)(case) / case.dtype.itemsize * case.rows,
+        tolerance=F_TOLERANCE,
     ),
     Op(
         name="swiglu", klass="F", reference=reference.swiglu, fused=swiglu.swiglu,

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels import reference
+from engine.kernels import reference, sparse_reference
 from engine.kernels.reference import Rounding
+from engine.kernels.sparse import KeySummary
 from engine.model.prope import projective
 
 
@@ -245,6 +246,42 @@ def absorb_inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "k_BSNK": k,
         "v_BSNK": v,
     }
+
+
+def window_keys(case: Case) -> int:
+    """Keys of a full window, its prefix as long as a chunk; some blocks of them in small cases."""
+    return max(7 * case.rows, 329)
+
+
+def summarize_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `summarize`: all keys of a window, heads outermost as in the cache."""
+    source, keys = Source(case, device), window_keys(case)
+    shape = (case.batch_size, case.heads, keys + 1, case.width)
+    k, v = (source.normal(*shape).transpose(1, 2)[:, :keys] for _ in range(2))
+    summary = KeySummary.of(k, case.rows)
+    return {
+        "k_BSNK": k,
+        "v_BSNK": v,
+        "mean_BNJK": summary.mean_BNJK,
+        "sum_BNJK": summary.sum_BNJK,
+        "reach_BNJ": summary.reach_BNJ,
+        "rows": keys,
+    }
+
+
+def sparse_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `sparse.attend`: a good half of the blocks is read key by key."""
+    given = summarize_inputs(case, device)
+    keys = given.pop("rows")
+    sparse_reference.summarize(**given, rows=keys)
+    q_BRNK = Source(case, device).rows(case.heads, case.width)
+    sink_1 = torch.ones(1, dtype=torch.int32, device=device)
+    exact, listed, count = sparse_reference.route(
+        q_BRNK, given["mean_BNJK"], sink_1, torch.zeros(2, dtype=torch.int64, device=device),
+        sparse_reference.own_block(case.rows, keys), 0.5,
+    )  # fmt: skip
+    routes = {"exact_BNTJ": exact, "list_BNTJ": listed, "count_BNT": count}
+    return {"q_BRNK": q_BRNK} | given | routes
 
 
 def swiglu_inputs(case: Case, device: torch.device) -> dict[str, Any]:

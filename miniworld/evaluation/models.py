@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
+from engine.attention.choice import group_shapes
+from engine.attention.sparse import with_sparse
 from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
 from engine.checkpoint.reading import load_model
 from engine.checkpoint.source import open_source
-from engine.config import BackendName, ModelConfig, preset
+from engine.config import AttentionName, ModelConfig, preset
 from engine.core import RolloutCore
 from engine.linears import check_linears
 from engine.model.dit import MiniMaxH3Transformer
@@ -52,6 +54,8 @@ class Models:
     """Scheme of the linears of the blocks (`engine.quant`)."""
     attention: str = "sdpa"
     """Backend of the attention over the window (`engine.attention`)."""
+    sparse_tau: float | None = None
+    """Threshold of sparse attention, where it is in use."""
 
     @property
     def config(self) -> ModelConfig:
@@ -71,7 +75,8 @@ def load(
     dtype: torch.dtype,
     stage: str = "",
     linear: str = "bf16",
-    attention: BackendName = "auto",
+    attention: AttentionName = "auto",
+    sparse_tau: float = 1.0,
 ) -> Models:
     """Load models in one dtype.
 
@@ -82,25 +87,31 @@ def load(
         dtype: of the transformer's blocks and of the autoencoder.
         stage: of a training run: "distil" or "flow"; the best that is there when empty.
         linear: scheme of the linears of the blocks; "bf16" leaves them in `dtype`.
-        attention: backend of the attention over the window.
+        attention: backend of the attention over the window, or "sparse".
+        sparse_tau: see `SparseAttention`.
 
     Raises: FileNotFoundError or CheckpointError when the folder is neither, ConfigError for a
         scheme or a backend that is no such thing, UnsupportedError for one that this device lacks.
     """
     check_linears(linear, preset("mini").model, device, dtype)
-    need = AttentionNeed.on(device, dtype, preset("mini").model.attention_head_dim)
-    backend = select_backend(need, attention)
+    sizes = preset("mini").model
+    need = AttentionNeed.on(device, dtype, sizes.attention_head_dim)
+    plan = AttentionPlan.of(select_backend(need, "auto" if attention == "sparse" else attention))
+    if attention == "sparse":
+        shape = group_shapes(sizes, sizes.num_attention_heads, need)[-1]
+        plan = with_sparse(plan, shape, layers=sizes.num_layers, tau=sparse_tau, device=device)
     model, text, vae, label, weights_hash = _parts(source, device, dtype, stage)
     model.eval().requires_grad_(False)
     quantize_(model, scheme_of(linear))
     return Models(
-        core=RolloutCore(model, attention=AttentionPlan.of(backend)),
+        core=RolloutCore(model, attention=plan),
         text=text.to(device).eval().requires_grad_(False),
         vae=vae,
         source=label,
         weights_hash=weights_hash,
         linear=linear,
-        attention=backend.name,
+        attention=plan.names["video"],
+        sparse_tau=None if plan.sparse is None else plan.sparse.tau,
     )
 
 

@@ -7,11 +7,12 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import Tensor
 
 from engine.attention.placement import Placement, PlacementOps
 from engine.cache_buffers import BufferShape, allocate
 from engine.errors import StateError
-from engine.kv_cache import PackedCache, PlainCache, Window, WindowTables
+from engine.kv_cache import PackedCache, PlainCache, WindowTables
 from engine.layout import window_positions
 from engine.model.prope import identity_projective, projective
 from engine.model.rope import rope_tables
@@ -62,10 +63,13 @@ def _unplaced(rows: int) -> Placement:
     return Placement(cos_RK=none, sin_RK=none, camera=camera, ops=PlacementOps())
 
 
-def _enter(cache: PackedCache | PlainCache, seed: int, *, keep: bool) -> Window:
+def _enter(
+    cache: PackedCache | PlainCache, seed: int, *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run one pass over the open chunk; queries are the keys in reverse order."""
     key, value = _rows(seed), _rows(seed + 1)
-    return cache.window(0, key.flip(1), key, value, keep=keep)
+    window = cache.window(0, key.flip(1), key, value, keep=keep)
+    return window.q_BRNK, window.keys_BSNK, window.values_BSNK
 
 
 def _camera(chunk: int):

@@ -36,6 +36,8 @@ HEADER = TraceHeader(
     dtype="float32",
     torch_version="2.13.0",
     linear="bf16",
+    attention="sparse",
+    sparse_tau=1.25,
     kernels="off",
     compile="off",
     thread_count=1,
@@ -111,7 +113,7 @@ def _replace_line(path: Path, index: int, line: str) -> None:
         (0, "{}", "header line"),
         (0, json.dumps({"type": "header", "version": 99}), "version 99"),
         # Keys were in another order then, so that sums were rounded otherwise.
-        (0, json.dumps({"type": "header", "version": 3}), "version 3; allowed: 4"),
+        (0, json.dumps({"type": "header", "version": 4}), "version 4; allowed: 5"),
         (0, json.dumps({"type": "header", "version": TRACE_VERSION}), "prompt"),
         (1, "{", "line 2 is not JSON"),
         (1, "[]", "line 2 is not an object"),

@@ -22,6 +22,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -82,3 +83,34 @@ def _compiled(kernel: JITFunction, given: dict[str, Any], settings: dict[str, in
             signature[parameter.name] = "fp32"
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=TARGET, options=settings)
+
+
+def compiled_gluon(module: Any) -> Any:
+    """Compile `attend_kernel` of a module in Gluon, whose launches no interpreter can record."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel, block = module.attend_kernel, [1, module.KEY_BLOCK, 128]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    types = {
+        "q_ptr": "*bf16", "o_ptr": "*bf16", "reach_ptr": "*fp32", "exact_ptr": "*i8",
+        "list_ptr": "*i32", "count_ptr": "*i32", "scale": "fp32",
+    }  # fmt: skip
+    values = {
+        "KEYS": module.KEY_BLOCK, "TILE": module.QUERY_TILE, "WIDTH": 128,
+        "BUFFERS": module.BUFFERS, "REGISTERS": module.REGISTERS,
+    }  # fmt: skip
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name.endswith("_desc"):
+            signature[name] = f"tensordesc<bf16{block},{layout!r}>"
+        elif parameter.is_constexpr:
+            signature[name], constants[index,] = "constexpr", values[name]
+        else:
+            signature[name] = types.get(name, "i32")
+            if name.endswith(("_ptr", "_row", "_head")):
+                attributes[index,] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": 4, "maxnreg": module.MAX_REGISTERS}
+    return triton.compile(source, target=TARGET, options=options)

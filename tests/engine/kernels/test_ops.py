@@ -146,7 +146,8 @@ def _given(name: str, case: Case = SMALL[0], **changes):
     return OPS[name].inputs(case, torch.device("cpu")) | changes
 
 
-KERNELS = [name for name in OPS if name not in ("quantize_rows", "fp8_linear")]
+ON_A_CPU = ("quantize_rows", "fp8_linear", "summarize", "sparse_attend")
+KERNELS = [name for name in OPS if name not in ON_A_CPU]
 
 
 @pytest.mark.cpu
@@ -189,6 +190,10 @@ BAD = {
     "newest": ("slide", {"slot": 5}, "slot is 5 in a ring of 25 rows, 5 a chunk; .* 0 to 4"),
     "room": ("slide", {"prefix_rows": 4}, "prefix_rows is 4; allowed: 0 to 3"),
     "ring": ("slide", {"cos_SK": torch.zeros(24, 96)}, r"cos has shape \(24, 96\); allowed: \(25"),
+    "summary": ("summarize", {"mean_BNJK": torch.zeros(2, 2, 5, 128).bfloat16()},
+                r"mean has shape \(2, 2, 5, 128\); allowed: \(2, 2, 6, 128\)"),
+    "newest rows": ("summarize", {"rows": 330}, "rows are 330; allowed: 1 to 329"),
+    "routes": ("sparse_attend", {"count_BNT": torch.zeros(2, 2, 2)}, "count has shape"),
     "table": ("rotate", {"sin_RK": torch.zeros(4, 96)}, "sin has shape"),
 }  # fmt: skip
 

@@ -1,0 +1,127 @@
+"""Plain forms of `sparse`: oracles of its kernels, and what runs on a CPU.
+
+Owns the formulas in torch and the sizes of blocks. Shapes and names: see `sparse`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KEY_BLOCK = 64
+"""Keys that share a summary."""
+QUERY_TILE = 128
+"""Queries that share a route."""
+_VARIANCE_FLOOR = 1e-6
+
+
+def block_count(keys: int) -> int:
+    """Blocks of so many keys, the last of which may be short."""
+    return -(-keys // KEY_BLOCK)
+
+
+def own_block(rows: int, keys: int) -> int:
+    """First block from 64 keys before the queries on, which are the last ``rows`` of the keys."""
+    return max(0, keys - rows - KEY_BLOCK) // KEY_BLOCK
+
+
+def lengths(blocks: int, keys: int, like: Tensor) -> Tensor:
+    """Keys of each block, [J], in the dtype of ``like``."""
+    begins = torch.arange(blocks, device=like.device) * KEY_BLOCK
+    return (keys - begins).clamp(max=KEY_BLOCK).to(like.dtype)
+
+
+def summarize(
+    k_BSNK: Tensor,
+    v_BSNK: Tensor,
+    mean_BNJK: Tensor,
+    sum_BNJK: Tensor,
+    reach_BNJ: Tensor,
+    rows: int,
+) -> None:
+    """Write the summaries of the blocks from that of `own_block` on."""
+    keys = k_BSNK.shape[1]
+    first = own_block(rows, keys)
+    begin = first * KEY_BLOCK
+    blocks = block_count(keys) - first
+    pad = blocks * KEY_BLOCK - (keys - begin)
+
+    def parted(x_BSNK: Tensor) -> Tensor:
+        x_BNSK = _wide(x_BSNK[:, begin:].transpose(1, 2))
+        return F.pad(x_BNSK, (0, 0, 0, pad)).unflatten(2, (blocks, KEY_BLOCK))
+
+    k_BNJsK = parted(k_BSNK)
+    counts_J = lengths(block_count(keys), keys, k_BNJsK)[first:]
+    mean_BNJK[:, :, first:] = k_BNJsK.sum(3) / counts_J[:, None]
+    sum_BNJK[:, :, first:] = parted(v_BSNK).sum(3)
+    reach_BNJ[:, :, first:] = k_BNJsK.square().sum(-1).amax(-1).sqrt()
+
+
+def route(
+    q_BRNK: Tensor, mean_BNJK: Tensor, sink_1: Tensor, tally_2: Tensor, own: int, tau: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the blocks of each tile; those from ``own`` on are always among them."""
+    rows, blocks = q_BRNK.shape[1], mean_BNJK.shape[2]
+    tiles = -(-rows // QUERY_TILE)
+    q_BNRK = F.pad(_wide(q_BRNK.transpose(1, 2)), (0, 0, 0, tiles * QUERY_TILE - rows))
+    begins = torch.arange(tiles, device=q_BRNK.device) * QUERY_TILE
+    counts_T = (rows - begins).clamp(max=QUERY_TILE).to(q_BNRK.dtype)
+    mean_query_BNTK = q_BNRK.unflatten(2, (tiles, QUERY_TILE)).sum(3) / counts_T[:, None]
+    scores_BNTJ = _scale(q_BRNK) * mean_query_BNTK @ _wide(mean_BNJK).mT
+    variance = scores_BNTJ.var(-1, unbiased=False, keepdim=True)
+    limit = scores_BNTJ.mean(-1, keepdim=True) + tau * (variance + _VARIANCE_FLOOR).sqrt()
+    block = torch.arange(blocks, device=q_BRNK.device)
+    exact_BNTJ = (scores_BNTJ > limit) | (block < sink_1) | (block >= own)
+    tally_2[0] += exact_BNTJ.sum()
+    tally_2[1] += exact_BNTJ.numel()
+    listed = exact_BNTJ & (block < blocks - 1)
+    order = torch.argsort(listed.to(torch.int8), dim=-1, descending=True, stable=True)
+    return exact_BNTJ.to(torch.int8), order.to(torch.int32), listed.sum(-1, dtype=torch.int32)
+
+
+def attend(
+    q_BRNK: Tensor,
+    k_BSNK: Tensor,
+    v_BSNK: Tensor,
+    mean_BNJK: Tensor,
+    sum_BNJK: Tensor,
+    reach_BNJ: Tensor,
+    exact_BNTJ: Tensor,
+    list_BNTJ: Tensor,
+    count_BNT: Tensor,
+) -> Tensor:
+    """Softmax over all keys and all means, of which those are masked that do not count.
+
+    Weights are relative to the largest one and rounded to the dtype of the rows before they meet
+    the values, as in any product of that dtype.
+    """
+    keys, dtype = k_BSNK.shape[1], q_BRNK.dtype
+    q, k, v = (_wide(part.transpose(1, 2)) for part in (q_BRNK, k_BSNK, v_BSNK))
+    mean, sum_ = _wide(mean_BNJK), _wide(sum_BNJK)
+    counts_J, scale = lengths(mean.shape[2], keys, q), _scale(q_BRNK)
+    out = []
+    # Tile by tile: scores of all rows at once would be gigabytes.
+    for tile, q_tile in enumerate(q.split(QUERY_TILE, dim=2)):
+        is_read = exact_BNTJ[:, :, tile, None] != 0
+        of_keys = scale * q_tile @ k.mT
+        is_key_read = is_read.repeat_interleave(KEY_BLOCK, dim=-1)[..., :keys]
+        of_keys = of_keys.masked_fill(~is_key_read, -math.inf)
+        of_means = (scale * q_tile @ mean.mT).masked_fill(is_read, -math.inf)
+        top = torch.maximum(of_keys.amax(-1, keepdim=True), of_means.amax(-1, keepdim=True))
+        by_keys, by_means = torch.exp2(of_keys - top), torch.exp2(of_means - top)
+        total = by_keys.sum(-1, keepdim=True) + (by_means * counts_J).sum(-1, keepdim=True)
+        made = by_keys.to(dtype).to(q.dtype) @ v + by_means.to(dtype).to(q.dtype) @ sum_
+        out.append(made / total)
+    return torch.cat(out, dim=2).transpose(1, 2).to(dtype).contiguous()
+
+
+def _scale(q_BRNK: Tensor) -> float:
+    """Factor of scores in powers of two."""
+    return math.log2(math.e) / math.sqrt(q_BRNK.shape[-1])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
