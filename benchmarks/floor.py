@@ -37,14 +37,22 @@ class Floor:
     attention_flops: float
     """Operations a second that all ranks reach together."""
 
-    def chunk_ms(self, model: ModelConfig, *, fp8_share: float = 0.0) -> float:
-        """Floor of all denoise steps and the refresh, a share of the products in FP8."""
+    def chunk_ms(
+        self, model: ModelConfig, *, fp8_share: float = 0.0, read_share: float = 1.0
+    ) -> float:
+        """Floor of all denoise steps and the refresh.
+
+        Args:
+            model: the model.
+            fp8_share: of the products that are in FP8.
+            read_share: of the keys that attention reads.
+        """
         linear_ms = self.linear_ms
         if self.linear_fp8_ms is not None:
             linear_ms += fp8_share * (self.linear_fp8_ms - self.linear_ms)
         one, chunk = pass_work(model), chunk_work(model)
         passes = chunk.linear / one.linear, chunk.attention / one.attention
-        return passes[0] * linear_ms + passes[1] * self.attention_ms
+        return passes[0] * linear_ms + passes[1] * read_share * self.attention_ms
 
 
 def measure_floor(

@@ -13,7 +13,7 @@ from benchmarks.climb import Climbed, Grounds, LadderScenario, Refused, Step
 from benchmarks.peak import Work, chunk_work
 from benchmarks.plot import Bar
 from benchmarks.record import size_name
-from engine.config import ModelConfig
+from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
 from engine.memory import prefix_row_count
 from engine.quant import LinearName, scheme_of
 
@@ -87,8 +87,10 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
     """Return the record of one row, json-ready."""
     model, floor = scenario.model, grounds.floor
     work = chunk_work(model, with_prefix=not step.config.prefix_cache)
-    share = fp8_share(model, step.config.linear)
-    chunk_s, floor_ms = step.chunk.p50 / 1e3, floor.chunk_ms(model, fp8_share=share)
+    share, read = fp8_share(model, step.config.linear), read_share(model, step.density)
+    work = dataclasses.replace(work, attention=read * work.attention)
+    floor_ms = floor.chunk_ms(model, fp8_share=share, read_share=read)
+    chunk_s = step.chunk.p50 / 1e3
     first, last = step.errors.values()
     return {
         "name": "ladder",
@@ -148,6 +150,14 @@ def fp8_share(model: ModelConfig, linear: str) -> float:
         if any(rule.names(layer, layers, name) for rule in scheme)
     )
     return named / (layers * sum(sizes.values()))
+
+
+def read_share(model: ModelConfig, density: float | None) -> float:
+    """Share of the keys that attention reads in all layers, one by one."""
+    if density is None:
+        return 1.0
+    dense = SPARSE_DENSE_LAYERS / model.num_layers
+    return dense + (1.0 - dense) * density
 
 
 def _ceiling_s(grounds: Grounds, work: Work, share: float) -> float:

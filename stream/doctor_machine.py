@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.record import describe_machine
 from engine.attention.base import AttentionNeed, backends
+from engine.attention.sparse import sparse_refusal
 from engine.config import ModelConfig, TextConfig
 from engine.device import likely_dtype, present_memory, resolve_device, torch_dtype
 from engine.errors import DeviceError
@@ -89,6 +90,9 @@ def backend_findings(device: torch.device, model: ModelConfig) -> Iterator[Findi
         reason = backend.refusal(need)
         health = Health.OK if reason is None else Health.NOTE
         yield make(f"attention {backend.name}", health, "serves" if reason is None else reason)
+    reason = sparse_refusal(need, model.num_layers)
+    health = Health.OK if reason is None else Health.NOTE
+    yield make("attention sparse", health, "serves, by name" if reason is None else reason)
     has_triton = importlib.util.find_spec("triton") is not None
     is_cuda = device.type == "cuda"
     for name, is_there, otherwise in (

@@ -92,9 +92,9 @@ def _python(arguments: list[str]) -> None:
         assert evaluate.main([*rest, "--short", "--cases", "2", "--items", "vae"]) == 0
     elif module == "benchmarks.quality":
         # Each is compared with itself: no approximation touches what the short form looks at.
-        exact, approximate, *options = rest
-        assert quality.main([exact, exact, *options]) == 0
-        assert quality.main([approximate, approximate, *options]) == 0
+        files = rest[: rest.index("--record")]
+        for path in files:
+            assert quality.main([path, path, *rest[len(files) :]]) == 0
     elif module == "benchmarks.sqnr":
         assert sqnr.main(rest) == 0
     else:

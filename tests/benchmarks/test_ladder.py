@@ -18,7 +18,7 @@ from benchmarks import ladder
 from benchmarks.climb import LadderScenario, relative_error
 from benchmarks.floor import Floor
 from benchmarks.ladder import main
-from benchmarks.ladder_output import fp8_share
+from benchmarks.ladder_output import fp8_share, read_share
 from benchmarks.ladder_report import draw_pictures, ladder_section, read_ladders
 from benchmarks.peak import chunk_work, key_row_count, pass_work
 from benchmarks.plot import Bar, draw_waterfall
@@ -250,6 +250,22 @@ def test_the_first_two_blocks_and_the_last_three_stay_out_of_eight_bits():
     model = preset("h3_33b").model
     assert fp8_share(model, "fp8_rowwise") == pytest.approx(45 / 50)
     assert fp8_share(model, "bf16") == 0.0
+
+
+def test_the_first_two_blocks_read_all_keys():
+    model = preset("h3_33b").model
+    assert read_share(model, 0.4) == pytest.approx(0.04 + 0.96 * 0.4)
+    assert read_share(model, None) == 1.0
+    less_ms = FLOOR.chunk_ms(model) - FLOOR.chunk_ms(model, read_share=0.5)
+    assert less_ms == pytest.approx(2.0 * 5, rel=0.01)
+
+
+def test_sparse_attention_that_reads_every_block_is_refused(capsys):
+    """A tiny window has no block beyond prefix and surroundings."""
+    assert main([*TINY, "--rows", "prefix,packed,sparse", "--start", "packed"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert rows[-1]["row"] == "sparse"
+    assert rows[-1]["reason"] == "sparse attention read 1.000 of the blocks; allowed: 0.02 to 0.98"
 
 
 def test_work_of_a_pass_is_as_published():
