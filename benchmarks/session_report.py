@@ -51,8 +51,9 @@ def session_section(path: Path = RECORDS, switches: Path = SWITCH_RECORDS) -> st
         lines += [
             "",
             "| a new prompt while walking | steady chunk, ms | as many rows: prefix; next chunks "
-            "| fewer rows: prefix; next chunks | first of these, x steady | commit |",
-            "|---|---|---|---|---|---|",
+            "| fewer rows: prefix; next chunks | first of these, x steady "
+            "| as many as before: prefix; next chunks | commit |",
+            "|---|---|---|---|---|---|---|",
             *map(_switch, switched),
         ]
     return "\n".join(lines)
@@ -123,6 +124,8 @@ def _switch(record: dict[str, Any]) -> str:
         f"{record['steady']['p50']:.0f}",
         *(_after_switch(record[name]) for name in ("same_length", "new_length")),
         f"{ratio:.2f}" + _missed(ratio <= SWITCH_RATIO, f"at most {SWITCH_RATIO:g}"),
+        # Not in the first records.
+        _after_switch(record["known_length"]) if "known_length" in record else "",
         record["commit"],
     ]
     return "| " + " | ".join(cells) + " |"

@@ -3,9 +3,9 @@
     python -m benchmarks.switches --preset h3_33b --geometry 832x480
     python -m benchmarks.switches --preset tiny --device cpu --chunks 2   # shows that it works
 
-Owns the command and its record. A walk in its steady window gets another prefix twice: one with as
-many rows, for which recorded passes serve on, and one with fewer, whose first chunk runs before
-anything of its shape is recorded. Random weights of the released shape, which take as long as any.
+Owns the command and its record. A walk in its steady window gets another prefix three times: one
+with as many rows, for which recorded passes serve on; one with fewer, whose first chunk runs before
+anything of its shape is recorded; and one with as many as before, which is known again. Random weights of the released shape, which take as long as any.
 Needs torch, triton, numpy, einops and safetensors alone. Lines for people go to stderr, the last
 line of stdout is JSON.
 """
@@ -120,12 +120,15 @@ def measure(engine: Engine, count: int) -> dict[str, Any]:
     rows = engine.prompts.encode("").rows_BRE.shape[1]
     # Fewer rows by a half: any other length would do, and lengths are even in the released model.
     fewer = max(2, rows // 4 * 2)
-    same, shorter = (walk.switch("snow at night", text_rows, 2) for text_rows in (rows, fewer))
+    same, shorter, known = (
+        walk.switch("snow at night", text_rows, 2) for text_rows in (rows, fewer, rows)
+    )
     return {
         "name": "switches",
         "steady": dataclasses.asdict(steady),
         "same_length": dataclasses.asdict(same),
         "new_length": dataclasses.asdict(shorter),
+        "known_length": dataclasses.asdict(known),
         "first_chunk_ratio": round(shorter.chunk_ms[0] / steady.p50, 3),
     }
 
@@ -133,7 +136,10 @@ def measure(engine: Engine, count: int) -> dict[str, Any]:
 def line(record: dict[str, Any]) -> str:
     """Return what a record says, for people."""
     parts = [f"steady chunk {record['steady']['p50']:.1f} ms"]
-    for name, words in (("same_length", "as many rows"), ("new_length", "another length")):
+    for name, words in (
+        ("same_length", "as many rows"), ("new_length", "another length"),
+        ("known_length", "as many as before"),
+    ):  # fmt: skip
         switch = record[name]
         chunks = ", ".join(f"{ms:.1f}" for ms in switch["chunk_ms"])
         parts.append(

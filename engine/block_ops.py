@@ -154,7 +154,7 @@ class PlainRowOps:
     def slide(self, buffers: CacheBuffers, slot: int) -> None:
         """Layer by layer: what is final moves, and one rotation goes over the whole ring."""
         rows, ring_rows = (part[0].shape[1] for part in (buffers.newest_BRNK, buffers.raw_BSNK))
-        first, start = buffers.shape.prefix_rows, buffers.cos_SK.shape[-1]
+        first, start = buffers.shape.prefix_room, buffers.cos_SK.shape[-1]
         raw_rows = slice(slot * rows, (slot + 1) * rows)
         target = slice(first + raw_rows.start, first + raw_rows.stop)
         source = slice(first + ring_rows, first + ring_rows + rows)

@@ -1,8 +1,12 @@
 """Memory of packed windows: its layout, and its way from one rollout to the next.
 
-Owns allocation. Invariant: what a lender gives out belongs to one rollout until that has gone, and
-then to the next one of the same shape, at the same addresses, so that graphs which were captured
-over it serve again.
+    room for the longest prefix | ring of past chunks | newest     rows of keys and values
+              ... | this prefix | slot 0, 1, ...      | chunk
+
+Owns allocation. Invariants: a prefix ends where the ring begins, so that prefixes of any length
+serve the same ring, and each length has addresses of its own that it finds again; what a lender
+gives out belongs to one rollout until that has gone, and then to the next one of the same shape, at
+the same addresses. So graphs that were captured over it serve again.
 Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 """
 
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
 from engine.kernels.sparse import KeySummary
+from engine.kernels.sparse_reference import block_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +30,8 @@ class BufferShape:
 
     batch_size: int
     heads: int
-    prefix_rows: int
+    prefix_room: int
+    """Rows of the longest prefix."""
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -50,21 +56,31 @@ class CacheBuffers:
         """Keys, values, raw and newest raw channels of each layer."""
         return zip(self.keys_BSNK, self.values_BSNK, self.raw_BSNK, self.newest_BRNK, strict=True)
 
-    def resize_prefix(self, rows: int) -> None:
-        """Move the window behind a prefix of another length; addresses change."""
-        old_rows = self.shape.prefix_rows
-        self.shape = dataclasses.replace(self.shape, prefix_rows=rows)
+    def lead(self, prefix_rows: int) -> None:
+        """Let a prefix of that length stand before the ring.
+
+        Addresses change only where it is longer than any that there was room for.
+        """
+        if prefix_rows > self.shape.prefix_room:
+            self._make_room(prefix_rows)
+        for summary in self.summaries:
+            if summary is not None:
+                summary.sink_1.fill_(block_count(prefix_rows))
+
+    def _make_room(self, prefix_rows: int) -> None:
+        old_room = self.shape.prefix_room
+        self.shape = dataclasses.replace(self.shape, prefix_room=prefix_rows)
         for tensors in (self.keys_BSNK, self.values_BSNK):
             for layer, old_BSNK in enumerate(tensors):
                 batch_size, old_total, heads, width = old_BSNK.shape
-                size = (batch_size, heads, old_total - old_rows + rows, width)
+                size = (batch_size, heads, old_total - old_room + prefix_rows, width)
                 new_BSNK = old_BSNK.new_empty(size).transpose(1, 2)
-                new_BSNK[:, rows:] = old_BSNK[:, old_rows:]
+                new_BSNK[:, prefix_rows:] = old_BSNK[:, old_room:]
                 tensors[layer] = new_BSNK
         for layer, summary in enumerate(self.summaries):
             if summary is not None:
                 # One row more than is used, see `allocate`.
-                self.summaries[layer] = KeySummary.of(self.keys_BSNK[layer][:, :-1], rows)
+                self.summaries[layer] = KeySummary.of(self.keys_BSNK[layer][:, :-1], prefix_rows)
 
 
 def allocate(
@@ -89,11 +105,11 @@ def allocate(
     ring_rows = config.history_chunks * config.rows_per_chunk
     # One row more than is used: a view of the full window is then strided like that of a shorter
     # one, so that one compiled pass serves all.
-    rows = shape.prefix_rows + window_rows + 1
+    rows = shape.prefix_room + window_rows + 1
     table = torch.empty(window_rows, config.rotary_dim, device=device, dtype=dtype)
     keys_BSNK = lists(rows, width)
     summaries = [
-        KeySummary.of(keys[:, :-1], shape.prefix_rows)
+        KeySummary.of(keys[:, :-1], shape.prefix_room)
         if has_summaries and layer >= SPARSE_DENSE_LAYERS
         else None
         for layer, keys in enumerate(keys_BSNK)

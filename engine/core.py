@@ -296,7 +296,9 @@ class RolloutCore:
 
     def _packed_cache(self, tables: WindowTables, batch_size: int) -> PackedCache:
         heads = self.config.num_attention_heads // self._exchange.world_size
-        shape = BufferShape(batch_size=batch_size, heads=heads, prefix_rows=tables.prefix_rows)
+        longest = prefix_layout(self.config, self.config.text_rows).rows
+        room = max(longest, tables.prefix_rows)
+        shape = BufferShape(batch_size=batch_size, heads=heads, prefix_room=room)
         if self._lender is None:
             buffers = allocate(
                 self.config, shape, device=self.device, dtype=self.model.dtype,

@@ -227,7 +227,7 @@ class _FusedBlockOps:
         """Move and rotate in one launch."""
         slide.slide(
             buffers.keys_BSNK, buffers.values_BSNK, buffers.raw_BSNK, buffers.newest_BRNK,
-            buffers.cos_SK, buffers.sin_SK, buffers.shape.prefix_rows, slot, self._rounding,
+            buffers.cos_SK, buffers.sin_SK, buffers.shape.prefix_room, slot, self._rounding,
         )  # fmt: skip
 
 

@@ -307,8 +307,9 @@ class PackedCache(CacheOrder):
         self._adopt(tables)
 
     def _adopt(self, tables: WindowTables) -> None:
-        """Copy the tables to where slides read them."""
+        """Make room for the prefix, and copy the tables to where slides read them."""
         buffers = self._buffers
+        buffers.lead(tables.prefix_rows)
         buffers.cos_SK.copy_(tables.cos_SK)
         buffers.sin_SK.copy_(tables.sin_SK)
         self.tables = replace(tables, cos_SK=buffers.cos_SK, sin_SK=buffers.sin_SK)
@@ -325,12 +326,13 @@ class PackedCache(CacheOrder):
     @property
     def _next_views(self) -> WindowViews:
         if self.slot not in self._views:
-            stop, buffers = self._rows_of(self.slot).stop, self._buffers
+            rows, buffers = slice(self._front, self._rows_of(self.slot).stop), self._buffers
+            count = rows.stop - rows.start
             self._views[self.slot] = WindowViews(
-                keys_BSNK=tuple(keys[:, :stop] for keys in buffers.keys_BSNK),
-                values_BSNK=tuple(values[:, :stop] for values in buffers.values_BSNK),
+                keys_BSNK=tuple(keys[:, rows] for keys in buffers.keys_BSNK),
+                values_BSNK=tuple(values[:, rows] for values in buffers.values_BSNK),
                 raw_BRNK=tuple(buffers.newest_BRNK),
-                summaries=tuple(each and each.first(stop) for each in buffers.summaries),
+                summaries=tuple(each and each.first(count) for each in buffers.summaries),
             )
         return self._views[self.slot]
 
@@ -350,13 +352,18 @@ class PackedCache(CacheOrder):
         """Note that a refresh wrote every layer through `views`."""
         self._written.update(range(self.layer_count))
 
+    @property
+    def _front(self) -> int:
+        """First row of the prefix in the buffers."""
+        return self._buffers.shape.prefix_room - self.tables.prefix_rows
+
     def _rows_of(self, slot: int) -> slice:
-        begin = self.tables.prefix_rows + slot * self.rows
+        begin = self._buffers.shape.prefix_room + slot * self.rows
         return slice(begin, begin + self.rows)
 
     def prefix_slot(self, layer: int, k_BRNK: Projected, placement: Placement) -> Slot:
-        """Room for placed keys and values of the prefix: the front of the buffers."""
-        rows = slice(0, self.tables.prefix_rows)
+        """Room for placed keys and values of the prefix: right before the ring."""
+        rows = slice(self._front, self._front + self.tables.prefix_rows)
         self._is_summary_due = True
         return Slot(
             key_BRNK=self._buffers.keys_BSNK[layer][:, rows],
@@ -367,13 +374,11 @@ class PackedCache(CacheOrder):
 
     def renew_prefix(self, tables: WindowTables) -> None:
         """Make room for another prefix and rotate the history by the new tables."""
-        old_rows, new_rows = self.tables.prefix_rows, tables.prefix_rows
+        if tables.prefix_rows != self.tables.prefix_rows:
+            self._views.clear()
         self._adopt(tables)
         self._placement = None
         self._is_summary_due = True
-        if new_rows != old_rows:
-            self._buffers.resize_prefix(new_rows)
-            self._views.clear()
         # The newest chunk stands behind the history of the one before it until the slide.
         before = self.committed - self._can_undo
         past = range(max(0, before - self.history_limit), before)
@@ -394,11 +399,11 @@ class PackedCache(CacheOrder):
         keep: bool,
     ) -> Window:
         """Place the current chunk in its slot and return views up to its end."""
-        views, rows = self.views, self._rows_of(self.slot)
+        views = self.views
         keys_BSNK, values_BSNK = views.keys_BSNK[layer], views.values_BSNK[layer]
         slot = Slot(
-            key_BRNK=keys_BSNK[:, rows],
-            value_BRNK=values_BSNK[:, rows],
+            key_BRNK=keys_BSNK[:, -self.rows :],
+            value_BRNK=values_BSNK[:, -self.rows :],
             raw_BRNK=views.raw_BRNK[layer] if keep else None,
             placement=self.placement,
         )
@@ -437,8 +442,8 @@ class PackedCache(CacheOrder):
         """What has to be kept between two chunks."""
         buffers = self._buffers
         return (
-            ("keys", buffers.keys_BSNK),
-            ("values", buffers.values_BSNK),
+            ("keys", [keys[:, self._front :] for keys in buffers.keys_BSNK]),
+            ("values", [values[:, self._front :] for values in buffers.values_BSNK]),
             ("raw", buffers.raw_BSNK),
         )
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cpu
 TINY = ["--preset", "tiny", "--device", "cpu", "--chunks", "1"]
 
 
-def test_a_walk_goes_on_under_both_prefixes(
+def test_a_walk_goes_on_under_all_prefixes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "switches.jsonl"
@@ -23,7 +23,7 @@ def test_a_walk_goes_on_under_both_prefixes(
     line = json.loads(record.read_text())
     assert json.loads(capsys.readouterr().out) == line
     same, new = line["same_length"], line["new_length"]
-    assert new["text_rows"] < same["text_rows"]
+    assert new["text_rows"] < same["text_rows"] == line["known_length"]["text_rows"]
     assert len(same["chunk_ms"]) == len(new["chunk_ms"]) == 2
     assert line["first_chunk_ratio"] == pytest.approx(
         new["chunk_ms"][0] / line["steady"]["p50"], abs=1e-3
@@ -47,4 +47,6 @@ def test_the_guide_marks_a_first_chunk_that_takes_too_long(tmp_path: Path) -> No
         "first_chunk_ratio": 1.6,
     }  # fmt: skip
     switches.write_text(json.dumps(record) + "\n")
-    assert "1.60 (missed: at most 1.5)" in session_section(sessions, switches)
+    assert "1.60 (missed: at most 1.5) |  | abc |" in session_section(sessions, switches)
+    switches.write_text(json.dumps(record | {"known_length": switch}) + "\n")
+    assert "| 1; 16, 10 ms (2 passes recorded) | abc |" in session_section(sessions, switches)

@@ -31,7 +31,7 @@ def _tables(prefix_rows: int) -> WindowTables:
 
 
 def _packed(prefix_rows: int = 3) -> PackedCache:
-    shape = BufferShape(batch_size=1, heads=CONFIG.num_attention_heads, prefix_rows=prefix_rows)
+    shape = BufferShape(batch_size=1, heads=CONFIG.num_attention_heads, prefix_room=prefix_rows)
     buffers = allocate(CONFIG, shape, device=torch.device("cpu"), dtype=torch.float32)
     return PackedCache(CONFIG, _tables(prefix_rows), buffers)
 
@@ -143,6 +143,26 @@ def test_window_views_keep_their_addresses():
         addresses.add((keys.data_ptr(), values.data_ptr()))
         cache.commit()
     assert len(addresses) == 1
+
+
+def test_windows_find_their_addresses_again_where_a_prefix_fits():
+    cache, addresses = _packed(5), []
+    for chunk, prefix_rows in enumerate([5, 2, 5, 2]):
+        cache.renew_prefix(_tables(prefix_rows))
+        _set_prefix(cache, prefix_rows, seed=chunk)
+        cache.begin(chunk, _camera(chunk))
+        _, keys, values = _enter(cache, 2 * chunk, keep=True)
+        assert keys.shape[1] == _slot_rows(chunk, prefix_rows).stop
+        addresses.append((keys.data_ptr(), values.data_ptr()))
+        cache.commit()
+    assert addresses[0] == addresses[2] != addresses[1] == addresses[3]
+
+
+def test_a_snapshot_of_another_prefix_is_refused():
+    cache, other = _packed(5), _packed(5)
+    other.renew_prefix(_tables(4))
+    with pytest.raises(StateError, match="a cache with other layers or rows"):
+        other.restore(0, cache.snapshot())
 
 
 def _slot_rows(slot: int, prefix_rows: int = 3) -> slice:

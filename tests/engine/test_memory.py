@@ -72,7 +72,7 @@ def test_the_window_has_the_size_that_is_allocated(prefix_rows):
     config = tiny_config()
     text_rows = prefix_rows - config.rows_per_latent - config.audio_rows
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, rows=text_rows))
-    shape = BufferShape(batch_size=1, heads=config.num_attention_heads, prefix_rows=prefix_rows)
+    shape = BufferShape(batch_size=1, heads=config.num_attention_heads, prefix_room=prefix_rows)
     buffers = allocate(config, shape, device=CPU, dtype=torch.bfloat16)
     lists = (buffers.keys_BSNK, buffers.values_BSNK, buffers.raw_BSNK, buffers.newest_BRNK)
     found = sum(tensor.nbytes for tensors in lists for tensor in tensors)

@@ -84,6 +84,22 @@ def test_every_pass_is_recorded_once_and_serves_every_rollout():
     assert len(passes) == len(set(passes)) == runner.counts.captures == 12
 
 
+def test_a_prompt_of_a_known_length_records_nothing_anew():
+    model, views = tiny_model(CONFIG), walk_views(CONFIG, 17)
+    core, runner, _ = _recorded(model)
+    plain = RolloutCore(model)
+    state, expected = (each.begin(random_prefix(CONFIG)) for each in (core, plain))
+    captures = []
+    for index in range(17):
+        if index in (8, 11, 14):
+            inputs = random_prefix(CONFIG, index, text_rows=5 if index == 11 else 3)
+            core.switch_prefix(state, inputs)
+            plain.switch_prefix(expected, inputs)
+        assert torch.equal(_chunk(core, state, index, views), _chunk(plain, expected, index, views))
+        captures.append(runner.counts.captures)
+    assert captures[5:] == [0, 2, 2, 2] + [4] * 8  # a first chunk of each length is not recorded
+
+
 def test_the_steady_window_is_recorded_first():
     core, runner, _ = _recorded(tiny_model(CONFIG))
     state, views = core.begin(random_prefix(CONFIG)), walk_views(CONFIG, 8)

@@ -198,7 +198,7 @@ def test_an_engine_has_it_by_its_name():
 def test_the_plan_counts_what_is_allocated():
     config: ModelConfig = CONFIG
     shape = BufferShape(
-        batch_size=1, heads=config.num_attention_heads, prefix_rows=prefix_row_count(config)
+        batch_size=1, heads=config.num_attention_heads, prefix_room=prefix_row_count(config)
     )
     buffers = allocate(config, shape, device=CPU, dtype=torch.bfloat16, has_summaries=True)
     found = sum(
