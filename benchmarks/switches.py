@@ -5,9 +5,9 @@
 
 Owns the command and its record. A walk in its steady window gets another prefix three times: one
 with as many rows, for which recorded passes serve on; one with fewer, whose first chunk runs before
-anything of its shape is recorded; and one with as many as before, which is known again. Random weights of the released shape, which take as long as any.
-Needs torch, triton, numpy, einops and safetensors alone. Lines for people go to stderr, the last
-line of stdout is JSON.
+anything of its shape is recorded; and one with as many as before, which is known again. Random
+weights of the released shape, which take as long as any. Needs torch, triton, numpy, einops and
+safetensors alone. Lines for people go to stderr, the last line of stdout is JSON.
 """
 
 from __future__ import annotations
