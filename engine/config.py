@@ -19,7 +19,8 @@ from engine.strict_json import read_dataclass
 
 PRESET_NAMES = ("mini", "h3_33b", "tiny")
 BackendName = Literal[
-    "auto", "sdpa", "cudnn", "cudnn_split", "flash", "flex", "fa3", "fa4", "products", "math"
+    "auto", "sdpa", "cudnn", "cudnn_split", "flash", "flex", "fa3", "fa4", "gluon", "products",
+    "math",
 ]  # fmt: skip
 AttentionName = Literal[BackendName, "sparse"]
 """A backend for all groups of rows, or "sparse" for the chunk's rows over what is chosen else."""

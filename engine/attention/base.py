@@ -114,6 +114,7 @@ class AttentionPlan:
 
 def backends() -> dict[BackendName, AttentionBackend]:
     """All backends, whether this machine has them or not."""
+    from engine.attention.dense import GluonBackend
     from engine.attention.flash import Fa3Backend, Fa4Backend, FlexBackend
     from engine.attention.sdpa import KernelBackend, MathBackend, ProductsBackend, SdpaBackend
     from engine.attention.split import SplitBackend
@@ -126,6 +127,7 @@ def backends() -> dict[BackendName, AttentionBackend]:
         "flex": FlexBackend(),
         "fa3": Fa3Backend(),
         "fa4": Fa4Backend(),
+        "gluon": GluonBackend(),
         "products": ProductsBackend(),
         "math": MathBackend(),
     }

@@ -1,7 +1,8 @@
 """Which attention backend serves each group of rows: measured once, then remembered.
 
 Owns the choice and its record on disk; `timing` measures. Invariant: a machine that has measured a
-shape makes the same choice ever after, so the same trace gives the same bits.
+shape makes the same choice as long as the candidates are the same, so the same trace gives the same
+bits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from engine.config import BackendName, ModelConfig
 _log = logging.getLogger(__name__)
 
 CANDIDATES: tuple[BackendName, ...] = (
-    "sdpa", "cudnn", "cudnn_split", "flash", "fa3", "fa4",
+    "sdpa", "cudnn", "cudnn_split", "flash", "fa3", "fa4", "gluon",
 )  # fmt: skip
 """FlexAttention takes a minute to compile and was never near the fastest: by name only."""
 _MARGIN, _OWN_MARGIN = 0.98, 0.95
@@ -115,7 +116,9 @@ def plan_attention(
         choice = _remembered(known.get(key), shape)
         if choice is None:
             choice = choose(shape, measure)
-            known[key] = {"name": choice.name, "times_ms": choice.times_ms}
+            known[key] = {
+                "name": choice.name, "times_ms": choice.times_ms, "candidates": list(CANDIDATES),
+            }  # fmt: skip
             _log.info("attention_selected %s", choice.reason)
         else:
             _log.info("attention_selected %s, as measured before", choice.reason)
@@ -127,10 +130,12 @@ def plan_attention(
 
 
 def _remembered(kept: Any, shape: AttentionShape) -> AttentionChoice | None:
-    """Earlier choice, unless it is damaged or its backend has gone."""
+    """Earlier choice, unless it is damaged, among others or its backend has gone."""
     match kept:
-        case {"name": str(name), "times_ms": dict(times_ms)} if name in CANDIDATES and all(
-            isinstance(ms, float) for ms in times_ms.values()
+        case {"name": str(name), "times_ms": dict(times_ms), "candidates": list(among)} if (
+            name in CANDIDATES
+            and tuple(among) == CANDIDATES
+            and all(isinstance(ms, float) for ms in times_ms.values())
         ):
             is_there = backends()[name].refusal(shape.need) is None
             return AttentionChoice(shape=shape, name=name, times_ms=times_ms) if is_there else None

@@ -4,7 +4,8 @@ A GPU that waits between two calls runs the second at a clock that it cannot hol
 just read some keys finds a part of them near. In a pass neither happens. So calls are queued one
 behind the other, a burst of each backend in turn, so that clock and heat are the same for all, and
 each call reads the keys and values of another layer. The figure is a median over bursts; the first
-third of them, while the clock settles, is left out.
+third of them, while the clock settles, is left out. What does not give the output of torch's own
+choice, up to rounding, has no time.
 Owns `measure_on` and the schedule of bursts. Shape suffixes: B batch, R query rows, S key rows,
 N heads, K head width.
 """
@@ -18,7 +19,9 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionShape
+from engine.attention.sdpa import SdpaBackend
 from engine.config import BackendName
+from engine.errors import UnsupportedError
 
 Burst = Callable[[int], object]
 """Queues a number of calls."""
@@ -29,6 +32,9 @@ _BURST_MS, _ROUNDS, _BUDGET_MS = 5.0, (6, 24), 900.0
 """Length of a burst, least and most bursts of a backend, of all bursts together."""
 _FAR = 1.5
 """Times the fastest: a backend that is so much slower is not measured further."""
+_LARGEST_ERROR = 5e-3
+"""Root of the squares of the difference from torch's output over those of the output. Two kernels
+in bf16 are 3e-3 apart."""
 _LAYERS, _ROTATED_BYTES = (2, 16), 2**28
 """Least and most layers of keys and values, and what they should amount to: several caches."""
 
@@ -52,7 +58,11 @@ def sustained(bursts: Mapping[BackendName, Burst], timer: Timer) -> Times:
         try:
             timer(burst, 1)()  # what is compiled or planned at a first call
             first_ms[name] = timer(burst, 2)() / 2
-        except (RuntimeError, ImportError) as error:  # the kernel is there and cannot serve
+        except (
+            RuntimeError,
+            ImportError,
+            UnsupportedError,
+        ) as error:  # the kernel is there and cannot serve
             refused[name] = str(error).partition("\n")[0]
     if not first_ms:
         return Times(refused=refused)
@@ -94,15 +104,18 @@ def measure_on(device: torch.device) -> Measure:
 
     def measure(candidates: Mapping[BackendName, AttentionBackend], shape: AttentionShape) -> Times:
         with torch.cuda.device(device):
-            return sustained(_bursts(candidates, shape, device), timer)
+            return sustained(bursts_over(candidates, shape, device), timer)
 
     return measure
 
 
-def _bursts(
+def bursts_over(
     candidates: Mapping[BackendName, AttentionBackend], shape: AttentionShape, device: torch.device
 ) -> dict[BackendName, Burst]:
-    """Calls of each candidate, each over the next layer."""
+    """Calls of each candidate, each over the next layer.
+
+    The first burst raises UnsupportedError for another output than that of torch's own choice.
+    """
 
     def part(rows: int) -> torch.Tensor:
         size = (1, shape.heads, rows, shape.need.head_dim)
@@ -113,11 +126,25 @@ def _bursts(
     least, most = _LAYERS
     layer_count = min(most, max(least, -(-_ROTATED_BYTES // layer_bytes)))
     layers = [(part(shape.keys), part(shape.keys)) for _ in range(layer_count)]
+    expected_BRNK = SdpaBackend()(q_BRNK, *layers[0])
     done = 0
 
+    def require_agreement(backend: AttentionBackend) -> None:
+        made_BRNK = backend(q_BRNK, *layers[0])
+        error = ((made_BRNK - expected_BRNK).float().norm() / expected_BRNK.float().norm()).item()
+        if not error <= _LARGEST_ERROR:
+            raise UnsupportedError(
+                f"its output differs from sdpa by {error:.4f}; allowed: {_LARGEST_ERROR}"
+            )
+
     def burst_of(backend: AttentionBackend) -> Burst:
+        is_known = False
+
         def burst(count: int) -> None:
-            nonlocal done
+            nonlocal done, is_known
+            if not is_known:
+                require_agreement(backend)
+                is_known = True
             for _ in range(count):
                 backend(q_BRNK, *layers[done % layer_count])
                 done += 1

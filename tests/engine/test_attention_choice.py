@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention.base import AttentionNeed, backends
-from engine.attention.choice import choose, group_shapes, plan_attention
-from engine.attention.timing import Times, sustained
+from engine.attention.base import AttentionNeed, AttentionShape, backends
+from engine.attention.choice import CANDIDATES, choose, group_shapes, plan_attention
+from engine.attention.timing import Times, bursts_over, sustained
 from engine.config import preset
 from engine.errors import UnsupportedError
 
@@ -77,7 +77,7 @@ def test_each_group_is_measured_once_a_machine_and_keeps_its_times(tmp_path, cap
     record, first = tmp_path / "sub" / "attention.json", Timed(sdpa=2.0, cudnn=1.0, flash=2.0)
     plan = _plan(record, first)
     assert (plan.conditioning.name, plan.audio.name, plan.video.name) == ("cudnn",) * 3
-    assert len(first.asked) == 12
+    assert len(first.asked) == 15
     again = Timed(sdpa=1.0, cudnn=2.0, flash=2.0)
     caplog.set_level(logging.INFO)
     assert _plan(record, again).video.name == "cudnn"
@@ -88,7 +88,14 @@ def test_each_group_is_measured_once_a_machine_and_keeps_its_times(tmp_path, cap
 
 def test_a_remembered_backend_that_has_gone_is_measured_anew(tmp_path):
     record = tmp_path / "attention.json"
-    kept = {"name": "fa3", "times_ms": {"fa3": 0.5}}
+    kept = {"name": "fa3", "times_ms": {"fa3": 0.5}, "candidates": CANDIDATES}
+    record.write_text(json.dumps({f"H200, {shape}": kept for shape in SHAPES}))
+    assert _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=2.0)).video.name == "cudnn"
+
+
+def test_a_choice_among_others_is_made_anew(tmp_path):
+    record = tmp_path / "attention.json"
+    kept = {"name": "flash", "times_ms": {"flash": 0.5}, "candidates": ["sdpa", "flash"]}
     record.write_text(json.dumps({f"H200, {shape}": kept for shape in SHAPES}))
     assert _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=2.0)).video.name == "cudnn"
 
@@ -144,6 +151,10 @@ def test_a_cpu_measures_nothing(tmp_path):
         ("flex", {"device_type": "cpu"}, "made for cuda, not cpu"),
         ("flex", {"head_dim": 96}, "powers of two"),
         ("products", {}, "made for cpu, not cuda"),
+        ("gluon", {"device_type": "cpu"}, "made for cuda, not cpu"),
+        ("gluon", {"dtype": torch.float16}, "made for bfloat16, not torch.float16"),
+        ("gluon", {"head_dim": 64}, "heads are 64 wide; allowed: 128"),
+        ("gluon", {"capability": (10, 0)}, r"capability \(10, 0\); needed: \(9, 0\)"),
     ],
 )
 def test_refusals(name, changes, reason):
@@ -214,11 +225,30 @@ def test_a_long_shape_stays_within_the_budget():
     assert clock.queue[4:] == [("cudnn", 1), ("cudnn_split", 1)] * 8
 
 
-def test_a_backend_that_raises_is_refused_in_its_words():
+@pytest.mark.parametrize("kind", [RuntimeError, UnsupportedError])
+def test_a_backend_that_raises_is_refused_in_its_words(kind):
     def raises(count: int) -> None:
-        raise RuntimeError("no kernel for this\nmore")
+        raise kind("no kernel for this\nmore")
 
     clock = Clock()
     times = sustained({"fa3": raises, "cudnn": clock.backend("cudnn", 1.0)}, clock.timer)
     assert times == Times(times_ms={"cudnn": 1.0}, refused={"fa3": "no kernel for this"})
     assert sustained({"fa3": raises}, clock.timer).times_ms == {}
+
+
+def test_another_output_than_torchs_is_refused_with_the_figure():
+    need = AttentionNeed(device_type="cpu", dtype=torch.float32, head_dim=16)
+    shape = AttentionShape(group="video", rows=9, keys=41, heads=2, need=need)
+    exact = backends()["math"]
+    candidates = {"math": exact, "gluon": lambda q, k, v: 1.01 * exact(q, k, v)}
+    bursts = bursts_over(candidates, shape, torch.device("cpu"))
+    bursts["math"](2)
+    with pytest.raises(UnsupportedError, match=r"differs from sdpa by 0\.0100; allowed: 0\.005"):
+        bursts["gluon"](2)
+
+
+def test_a_backend_whose_package_is_missing_says_so(monkeypatch):
+    monkeypatch.setattr("engine.attention.dense.find_spec", lambda name: None)
+    assert backends()["gluon"].refusal(HOPPER) == (
+        "the package triton.experimental.gluon is not installed"
+    )

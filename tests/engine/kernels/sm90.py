@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -69,7 +71,8 @@ def _compiled(kernel: JITFunction, given: dict[str, Any], settings: dict[str, in
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, parameter in enumerate(kernel.params):
         value = given[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        is_plain = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (is_plain and value == 1):
             signature[parameter.name] = "constexpr"
             constants[index,] = value
         elif isinstance(value, torch.Tensor):
@@ -77,40 +80,13 @@ def _compiled(kernel: JITFunction, given: dict[str, Any], settings: dict[str, in
             attributes[index,] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if is_plain and value % 16 == 0:
                 attributes[index,] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            kind = _TYPES[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{kind}{value.block_shape},{value.layout!r}>"
         else:
             signature[parameter.name] = "fp32"
-    source = ASTSource(kernel, signature, constants, attributes)
+    source_kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_kind(kernel, signature, constants, attributes)
     return triton.compile(source, target=TARGET, options=settings)
-
-
-def compiled_gluon(module: Any) -> Any:
-    """Compile `attend_kernel` of a module in Gluon, whose launches no interpreter can record."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel, block = module.attend_kernel, [1, module.KEY_BLOCK, 128]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    types = {
-        "q_ptr": "*bf16", "o_ptr": "*bf16", "reach_ptr": "*fp32", "exact_ptr": "*i8",
-        "list_ptr": "*i32", "count_ptr": "*i32", "scale": "fp32",
-    }  # fmt: skip
-    values = {
-        "KEYS": module.KEY_BLOCK, "TILE": module.QUERY_TILE, "WIDTH": 128,
-        "BUFFERS": module.BUFFERS, "REGISTERS": module.REGISTERS,
-    }  # fmt: skip
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name.endswith("_desc"):
-            signature[name] = f"tensordesc<bf16{block},{layout!r}>"
-        elif parameter.is_constexpr:
-            signature[name], constants[index,] = "constexpr", values[name]
-        else:
-            signature[name] = types.get(name, "i32")
-            if name.endswith(("_ptr", "_row", "_head")):
-                attributes[index,] = [["tt.divisibility", 16]]
-    source = GluonASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": 4, "maxnreg": module.MAX_REGISTERS}
-    return triton.compile(source, target=TARGET, options=options)

@@ -199,7 +199,15 @@ def test_the_form_for_hopper_compiles():
     from engine.kernels import sparse_gluon
     from tests.engine.kernels import sm90
 
-    kernel = sm90.compiled_gluon(sparse_gluon)
+    rows, blocks = torch.zeros(1, 150, 2, 128).bfloat16(), -(-523 // sparse_gluon.KEY_BLOCK)
+    keys = torch.zeros(1, 2, 530, 128).bfloat16().transpose(1, 2)[:, :523]
+    means, reach = torch.zeros(1, 2, blocks, 128).bfloat16(), torch.zeros(1, 2, blocks)
+    listed = torch.zeros(1, 2, 2, blocks, dtype=torch.int32)
+    (kernel,) = sm90.compiled_launches(
+        lambda: sparse_gluon.attend(
+            rows, keys, keys, means, means, reach, listed.to(torch.int8), listed, listed[..., 0]
+        )
+    )
     assert "wgmma.mma_async" in kernel.asm["ptx"]
     assert "setmaxnreg" in kernel.asm["ptx"]
     # All of a multiprocessor's memory at most.

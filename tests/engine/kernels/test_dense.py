@@ -1,0 +1,191 @@
+"""The dense attention for Hopper: how its work is cut, what joins it, and its output on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+import torch
+
+from engine.errors import ConfigError, UnsupportedError
+from engine.kernels import contract
+from engine.kernels.dense import dense
+from tests.engine.kernels.test_ops import run_interpreted
+from tests.tolerances import FP32_ATOL
+
+PARTS = [(1, 5, 1), (30, 70, 3), (150, 90, 3), (190, 300, 2), (257, 64, 1), (1950, 40, 2)]
+PROGRAMS = (3, 13)
+_SCRIPT = f"""
+import json
+from tests.engine.kernels.interpreter import mend_interpreter
+from tests.engine.kernels.pieces import joined
+mend_interpreter()
+print(json.dumps([
+    joined(*sizes, programs) for sizes in {PARTS} for programs in {PROGRAMS}
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[tuple, dict]:
+    made = json.loads(run_interpreted(_SCRIPT))
+    return dict(zip(itertools.product(PARTS, PROGRAMS), made, strict=True))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("sizes", PARTS, ids=str)
+def test_pieces_are_the_whole_work_in_even_shares(interpreted, sizes, programs):
+    found = interpreted[sizes, programs]
+    assert found["missing"] == []
+    assert found["twice"] == []
+    assert max(found["units"]) - min(found["units"]) <= 1
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("programs", PROGRAMS)
+@pytest.mark.parametrize("sizes", PARTS, ids=str)
+def test_joined_pieces_are_the_attention(interpreted, sizes, programs):
+    assert interpreted[sizes, programs]["error"] <= FP32_ATOL
+
+
+def _inputs(rows, keys, heads, *, batch_size=1, device="cpu", dtype=torch.bfloat16, width=128):
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(count):
+        shape = (batch_size, heads, count, width)
+        return torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2)
+
+    # Keys are the first rows of longer buffers, heads outermost, as in the cache.
+    return normal(rows).contiguous(), normal(keys + 3)[:, :keys], normal(keys + 3)[:, :keys]
+
+
+@pytest.mark.cpu
+def test_the_kernels_compile_for_an_h200(monkeypatch):
+    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
+    from engine.kernels import dense_gluon
+
+    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
+    monkeypatch.setattr(dense_gluon, "multiprocessors", lambda device: 132)
+    given = _inputs(150, 700, 2)
+    main, joining = sm90.compiled_launches(lambda: dense(*given))
+    assert "wgmma.mma_async" in main.asm["ptx"]
+    assert main.metadata.shared <= 227 * 1024
+    assert joining.metadata.shared <= 48 * 1024
+
+
+@pytest.mark.cpu
+def test_weights_are_made_while_the_values_are_summed(monkeypatch):
+    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
+    from engine.kernels import dense_gluon
+
+    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
+    monkeypatch.setattr(dense_gluon, "multiprocessors", lambda device: 132)
+    main, _ = sm90.compiled_launches(lambda: dense(*_inputs(150, 700, 2)))
+    wait = "wgmma.wait_group.sync.aligned "
+    # From the wait for the scores to that for the sum, once a group.
+    loops = [part.partition(f"{wait}0;")[0] for part in main.asm["ptx"].split(f"{wait}1;")[1:]]
+    assert len(loops) == 2
+    for loop in loops:
+        # A branch keeps the assembler from moving the wait in front of the weights.
+        weights, _, after = loop.rpartition("ex2.approx")
+        assert weights.count("ex2.approx") >= 64
+        assert re.search(r"@%p\d+ bra", after)
+
+
+@pytest.mark.cpu
+def test_a_compiler_sees_through():
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        made = dense(*(mode.from_tensor(tensor) for tensor in _inputs(5, 9, 2)))
+    assert made.shape == (1, 5, 2, 128)
+    assert made.dtype == torch.bfloat16
+    assert made.is_contiguous()
+
+
+@pytest.mark.cpu
+def test_a_kernel_refuses_a_cpu():
+    with pytest.raises(UnsupportedError, match="dense: tensors are on cpu; allowed: cuda"):
+        dense(*_inputs(5, 9, 2))
+
+
+def _shifted(tensor):
+    wide = torch.zeros(*tensor.shape[:3], tensor.shape[3] + 4, dtype=tensor.dtype)
+    return wide[..., 4:]
+
+
+BAD = {
+    "dtype": (_inputs(5, 9, 2, dtype=torch.float32), "float32, heads 128 wide; allowed: bfloat16"),
+    "width": (_inputs(5, 9, 2, width=64), r"bfloat16, heads 64 wide; allowed: bfloat16, 128"),
+    "empty": (_inputs(0, 9, 2), r"q has shape \(1, 0, 2, 128\), .*allowed: no axis of length 0"),
+    "keys": (
+        (*_inputs(5, 9, 2)[:2], _inputs(5, 8, 2)[2]), r"v has shape .*allowed: \(1, 9, 2, 128\)",
+    ),
+    "strides": (
+        (*_inputs(5, 9, 2)[:2], _shifted(_inputs(5, 9, 2)[2])),
+        r"v begins at .*\(4752, 528, 264\) bytes; allowed: multiples of 16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("bad", BAD)
+def test_wrong_arguments_are_refused(bad, monkeypatch):
+    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
+    given, message = BAD[bad]
+    with pytest.raises(ConfigError, match=message):
+        dense(*given)
+
+
+SIZES = [
+    (1, 1, 1, 1), (63, 127, 3, 1), (65, 128, 2, 2), (130, 129, 5, 2), (1950, 13526, 56, 1),
+    (1, 13526, 56, 1), (2600, 700, 56, 2), (5040, 333, 56, 1),
+]  # fmt: skip
+
+
+def _as_near_as_torch(made, q, k, v):
+    """Twice torch's own distance from fp32 in the largest place, and in the mean the bar of F."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    exact = attend(q.float(), k.float(), v.float()).transpose(1, 2)
+    theirs = attend(q, k, v).transpose(1, 2)
+    error = made.float() - exact
+    floor = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    assert error.norm() <= 5e-3 * exact.norm()
+    assert error.abs().max() <= 2 * (theirs - exact).abs().max() + floor
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "keys", "heads", "batch_size"), SIZES)
+def test_the_kernel_agrees_with_fp32(rows, keys, heads, batch_size):
+    given = _inputs(rows, keys, heads, batch_size=batch_size, device="cuda")
+    _as_near_as_torch(dense(*given), *given)
+
+
+@pytest.mark.gpu
+def test_outliers_and_zeros_do_no_harm():
+    q, k, v = _inputs(300, 1000, 4, device="cuda")
+    q[:, 9] = 0.0
+    for row, key, sign in ((7, 11, 1.0), (70, 999, 1.0), (71, 0, -1.0), (200, 500, -1.0)):
+        # A logit of 200 either way.
+        q[:, row] = (
+            sign
+            * k[:, key]
+            * (200.0 * 128**0.5 / k[:, key].float().square().sum(-1))[..., None].bfloat16()
+        )
+    made = dense(q, k, v)
+    assert made.isfinite().all()
+    _as_near_as_torch(made, q, k, v)
+
+
+@pytest.mark.gpu
+def test_a_recorded_call_repeats_its_bits():
+    given = _inputs(1950, 2000, 8, device="cuda")
+    eager = dense(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = dense(*given)
+    made.zero_()
+    graph.replay()
+    assert torch.equal(made, eager)
