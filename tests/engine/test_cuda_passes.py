@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig, Geometry, ModelConfig
 from engine.engine import Engine
 from tests.tiny import random_action, random_anchor, tiny_config
 
@@ -64,6 +64,20 @@ def test_replays_equal_plain_passes_bit_for_bit(compiling):
     runner = recorded.core.runner
     assert runner.counts.captures == 12
     assert runner.counts.failures == runner.counts.unlisted == 0
+    for engine in (plain, recorded):
+        engine.close()
+
+
+def test_replays_of_sparse_attention_equal_plain_passes_bit_for_bit():
+    # More layers than read everything, and blocks that may be read or not.
+    config = tiny_config(geometry=Geometry(height_px=64, width_px=256))
+    fast = dataclasses.replace(FAST, compile="off", kernels="fast", attention="sparse")
+    plain = Engine.from_random(config, dataclasses.replace(fast, graphs=False))
+    recorded = Engine.from_random(config, fast)
+    for seed in range(3):
+        assert torch.equal(_roll(recorded, seed=seed), _roll(plain, seed=seed)), f"seed {seed}"
+    assert recorded.core.runner.counts.replays > 0
+    assert recorded.core.attention.sparse.take_density() < 0.98
     for engine in (plain, recorded):
         engine.close()
 
