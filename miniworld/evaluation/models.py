@@ -24,7 +24,7 @@ from engine.attention.sparse import with_sparse
 from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
 from engine.checkpoint.reading import load_model
 from engine.checkpoint.source import open_source
-from engine.config import AttentionName, ModelConfig, preset
+from engine.config import AttentionName, EngineConfig, ModelConfig, preset
 from engine.core import RolloutCore
 from engine.linears import check_linears
 from engine.model.dit import MiniMaxH3Transformer
@@ -91,10 +91,12 @@ def load(
         sparse_tau: see `SparseAttention`.
 
     Raises: FileNotFoundError or CheckpointError when the folder is neither, ConfigError for a
-        scheme or a backend that is no such thing, UnsupportedError for one that this device lacks.
+        scheme, backend or threshold that is no such thing, UnsupportedError for one that this
+        device lacks.
     """
-    check_linears(linear, preset("mini").model, device, dtype)
+    EngineConfig(attention=attention, sparse_tau=sparse_tau)  # refuses what is no threshold
     sizes = preset("mini").model
+    check_linears(linear, sizes, device, dtype)
     need = AttentionNeed.on(device, dtype, sizes.attention_head_dim)
     plan = AttentionPlan.of(select_backend(need, "auto" if attention == "sparse" else attention))
     if attention == "sparse":
