@@ -1,7 +1,7 @@
 """Triton kernels of `sparse`: its launches for checked arguments.
 
-Owns `summarize`, `route` and the form of `attend` for any GPU. Kernels are of one sample; a launch
-goes through the batch. Offsets are int64.
+Owns `summarize`, `route` and the form of `attend` for any GPU. A program has one head of one
+sample. Offsets are int64.
 """
 
 # Kernel functions have no Python types: their arguments are blocks known at compile time.
@@ -50,19 +50,21 @@ def _has_gluon() -> bool:
 @triton.jit(do_not_specialize=["keys", "blocks", "first"])
 def _summarize_kernel(
     k_ptr, v_ptr, mean_ptr, sum_ptr, reach_ptr, keys, blocks, first,
-    k_row, k_head, v_row, v_head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    k_batch, k_row, k_head, v_batch, v_row, v_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    block, head = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
+    block, plane = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
+    batch, head = plane // HEADS, plane % HEADS
     key = (block * _KEYS + tl.arange(0, _KEYS))[:, None]
     column = tl.arange(0, COLUMNS)
     mask = (key < keys) & (column < WIDTH)[None, :]
     row = key.to(tl.int64)
-    k_at = k_ptr + head * k_head + row * k_row + column[None, :]
-    v_at = v_ptr + head * v_head + row * v_row + column[None, :]
+    k_at = k_ptr + batch * k_batch + head * k_head + row * k_row + column[None, :]
+    v_at = v_ptr + batch * v_batch + head * v_head + row * v_row + column[None, :]
     k = tl.load(k_at, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(v_at, mask=mask, other=0.0).to(tl.float32)
     count = tl.minimum(keys - block * _KEYS, _KEYS).to(tl.float32)
-    at = head * blocks + block
+    at = plane * blocks + block
     kind: tl.constexpr = mean_ptr.dtype.element_ty
     mean, sum_ = tl.sum(k, axis=0) / count, tl.sum(v, axis=0)
     tl.store(mean_ptr + at * WIDTH + column, mean.to(kind), mask=column < WIDTH)
@@ -73,13 +75,15 @@ def _summarize_kernel(
 @triton.jit(do_not_specialize=["rows", "blocks", "own"])
 def _route_kernel(
     q_ptr, mean_ptr, sink_ptr, tally_ptr, exact_ptr, list_ptr, count_ptr, rows, blocks, own,
-    scale, tau, q_row, q_head,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
+    scale, tau, q_batch, q_row, q_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tile, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    q_ptr += plane // HEADS * q_batch + plane % HEADS * q_head
     row = tile * _TILE + tl.arange(0, _TILE)
     column = tl.arange(0, COLUMNS)
-    q_at = q_ptr + head * q_head + row.to(tl.int64)[:, None] * q_row + column[None, :]
+    q_at = q_ptr + row.to(tl.int64)[:, None] * q_row + column[None, :]
     q_mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0).to(tl.float32)
     count = tl.minimum(rows - tile * _TILE, _TILE).to(tl.float32)
@@ -87,7 +91,7 @@ def _route_kernel(
     scores = tl.zeros((GROUPS_PAD, 64), tl.float32)
     for group in tl.static_range(GROUPS):
         block = group * 64 + tl.arange(0, 64)
-        mean_at = mean_ptr + (head * blocks + block)[:, None] * WIDTH + column[None, :]
+        mean_at = mean_ptr + (plane * blocks + block)[:, None] * WIDTH + column[None, :]
         mean_mask = (block < blocks)[:, None] & (column < WIDTH)[None, :]
         mean = tl.load(mean_at, mask=mean_mask, other=0.0).to(tl.float32)
         score = tl.sum(mean * query[None, :], axis=1)
@@ -99,7 +103,7 @@ def _route_kernel(
     off = tl.where(is_block, scores - middle, 0.0)
     limit = middle + tau * tl.sqrt(tl.sum(off * off, axis=0) / blocks + 1e-6)
     is_exact = is_block & ((scores > limit) | (block < tl.load(sink_ptr)) | (block >= own))
-    at = head * tl.num_programs(0) + tile
+    at = plane * tl.num_programs(0) + tile
     tl.store(exact_ptr + at * blocks + block, is_exact.to(tl.int8), mask=is_block)
     listed = (is_exact & (block < blocks - 1)).to(tl.int32)
     place = tl.cumsum(listed, axis=0) - listed
@@ -112,19 +116,21 @@ def _route_kernel(
 @triton.jit(do_not_specialize=["rows", "keys", "blocks", "tiles"])
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, mean_ptr, sum_ptr, exact_ptr, list_ptr, count_ptr, o_ptr,
-    rows, keys, blocks, tiles, scale, q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    rows, keys, blocks, tiles, scale, q_batch, q_row, q_head, k_batch, k_row, k_head,
+    v_batch, v_row, v_head, o_batch, o_row, o_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
+    plane = tl.program_id(1).to(tl.int64)
+    batch, head = plane // HEADS, plane % HEADS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     is_column = (column < WIDTH)[None, :]
     q_mask = (row < rows)[:, None] & is_column
     wide_row = row.to(tl.int64)[:, None]
     kind: tl.constexpr = q_ptr.dtype.element_ty
-    q_at = q_ptr + head * q_head + wide_row * q_row + column[None, :]
+    q_at = q_ptr + batch * q_batch + head * q_head + wide_row * q_row + column[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
-    at = head * tiles + tl.program_id(0) * ROWS // _TILE
+    at = plane * tiles + tl.program_id(0) * ROWS // _TILE
     exact_ptr += at * blocks
     list_ptr += at * blocks
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -135,7 +141,7 @@ def _attend_kernel(
     for group in tl.range(0, tl.cdiv(blocks, 64), num_stages=1):
         block = group * 64 + tl.arange(0, 64)
         is_block = block < blocks
-        cell = (head * blocks + block)[:, None] * WIDTH + column[None, :]
+        cell = (plane * blocks + block)[:, None] * WIDTH + column[None, :]
         mean = tl.load(mean_ptr + cell, mask=is_block[:, None] & is_column, other=0.0)
         sums = tl.load(sum_ptr + cell, mask=is_block[:, None] & is_column, other=0.0)
         is_exact = tl.load(exact_ptr + block, mask=is_block, other=1) != 0
@@ -149,8 +155,8 @@ def _attend_kernel(
         made = tl.dot(weight.to(kind), sums, made * fade[:, None], input_precision="ieee")
         top = higher
 
-    k_ptr += head * k_head
-    v_ptr += head * v_head
+    k_ptr += batch * k_batch + head * k_head
+    v_ptr += batch * v_batch + head * v_head
     listed = tl.load(count_ptr + at)
     for index in tl.range(0, listed + 1):
         # The last block of all, which may be short, comes behind the list.
@@ -167,7 +173,7 @@ def _attend_kernel(
         total = total * fade + tl.sum(weight, axis=1)
         made = tl.dot(weight.to(kind), v, made * fade[:, None], input_precision="ieee")
         top = higher
-    o_at = o_ptr + head * o_head + wide_row * o_row + column[None, :]
+    o_at = o_ptr + batch * o_batch + head * o_head + wide_row * o_row + column[None, :]
     tl.store(o_at, (made / total[:, None]).to(kind), mask=q_mask)
 
 
@@ -184,13 +190,13 @@ def summarize(
     rows: int,
 ) -> None:
     """Launch for checked arguments."""
-    _, keys, heads, width = k_BSNK.shape
+    batch_size, keys, heads, width = k_BSNK.shape
     blocks, first = reach_BNJ.shape[2], own_block(rows, keys)
-    for k, v, mean, sum_, reach in zip(k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, strict=True):
-        _summarize_kernel[(blocks - first, heads)](
-            k, v, mean, sum_, reach, keys, blocks, first, *k.stride()[:2], *v.stride()[:2],
-            WIDTH=width, COLUMNS=_columns(width), num_warps=4, **AS_WRITTEN,
-        )  # fmt: skip
+    _summarize_kernel[(blocks - first, batch_size * heads)](
+        k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, keys, blocks, first, *k_BSNK.stride()[:3],
+        *v_BSNK.stride()[:3], HEADS=heads, WIDTH=width, COLUMNS=_columns(width), num_warps=4,
+        **AS_WRITTEN,
+    )  # fmt: skip
 
 
 def route(
@@ -203,14 +209,12 @@ def route(
     exact_BNTJ = q_BRNK.new_empty((batch_size, heads, tiles, blocks), dtype=torch.int8)
     list_BNTJ = torch.empty_like(exact_BNTJ, dtype=torch.int32)
     count_BNT = q_BRNK.new_empty((batch_size, heads, tiles), dtype=torch.int32)
-    for q, mean, exact, listed, count in zip(
-        q_BRNK, mean_BNJK, exact_BNTJ, list_BNTJ, count_BNT, strict=True
-    ):
-        _route_kernel[(tiles, heads)](
-            q, mean, sink_1, tally_2, exact, listed, count, rows, blocks, own, score_scale(width),
-            float(tau), *q.stride()[:2], WIDTH=width, COLUMNS=_columns(width), GROUPS=groups,
-            GROUPS_PAD=triton.next_power_of_2(groups), num_warps=4, **AS_WRITTEN,
-        )  # fmt: skip
+    _route_kernel[(tiles, batch_size * heads)](
+        q_BRNK, mean_BNJK, sink_1, tally_2, exact_BNTJ, list_BNTJ, count_BNT, rows, blocks, own,
+        score_scale(width), float(tau), *q_BRNK.stride()[:3], HEADS=heads, WIDTH=width,
+        COLUMNS=_columns(width), GROUPS=groups, GROUPS_PAD=triton.next_power_of_2(groups),
+        num_warps=4, **AS_WRITTEN,
+    )  # fmt: skip
     return exact_BNTJ, list_BNTJ, count_BNT
 
 
@@ -226,16 +230,12 @@ def attend(
     count_BNT: Tensor,
 ) -> Tensor:
     """Launch for checked arguments."""
-    _, rows, heads, width = q_BRNK.shape
+    batch_size, rows, heads, width = q_BRNK.shape
     o_BRNK = q_BRNK.new_empty(q_BRNK.shape)
-    for q, k, v, mean, sum_, exact, listed, count, o in zip(
+    _attend_kernel[(triton.cdiv(rows, _ROWS), batch_size * heads)](
         q_BRNK, k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, exact_BNTJ, list_BNTJ, count_BNT, o_BRNK,
-        strict=True,
-    ):  # fmt: skip
-        _attend_kernel[(triton.cdiv(rows, _ROWS), heads)](
-            q, k, v, mean, sum_, exact, listed, count, o, rows, k.shape[0], exact.shape[2],
-            exact.shape[1], score_scale(width), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            *o.stride()[:2], WIDTH=width, COLUMNS=_columns(width), ROWS=_ROWS, num_warps=4,
-            num_stages=3,
-        )  # fmt: skip
+        rows, k_BSNK.shape[1], exact_BNTJ.shape[3], exact_BNTJ.shape[2], score_scale(width),
+        *q_BRNK.stride()[:3], *k_BSNK.stride()[:3], *v_BSNK.stride()[:3], *o_BRNK.stride()[:3],
+        HEADS=heads, WIDTH=width, COLUMNS=_columns(width), ROWS=_ROWS, num_warps=4, num_stages=3,
+    )  # fmt: skip
     return o_BRNK
