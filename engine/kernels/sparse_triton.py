@@ -43,7 +43,10 @@ def is_for_hopper(q_BRNK: Tensor) -> bool:
 
 @cache
 def _has_gluon() -> bool:
-    return find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    try:
+        return find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
 
 
 # No code of their own for windows whose sizes are multiples of 16.
