@@ -5,8 +5,8 @@
 Exact but for rounding: products in bf16, sums and the running maximum in fp32, weights rounded to
 bf16 before they meet the values. q, o are [B, R, N, K], k, v [B, S, N, K]; keys and values may be
 views with any strides of whole 16 bytes, dense in the last axis. Heads are 128 wide.
-Owns the operator; `dense_gluon` has the kernel, `dense_triton` the shares of its programs and what
-joins them. It is not in the table of operators, whose kernels an interpreter runs: Gluon has none.
+Owns the operator; `dense_gluon` has the kernel. It is not in the table of operators, whose kernels
+an interpreter runs: Gluon has none.
 """
 
 from __future__ import annotations

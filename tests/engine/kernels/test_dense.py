@@ -1,10 +1,9 @@
-"""The dense attention for Hopper: how its work is cut, what joins it, and its output on a GPU."""
+"""The dense attention for Hopper: what the compiler makes of it, and its output on a GPU."""
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,43 +11,6 @@ import torch
 from engine.errors import ConfigError, UnsupportedError
 from engine.kernels import contract
 from engine.kernels.dense import dense
-from tests.engine.kernels.test_ops import run_interpreted
-from tests.tolerances import FP32_ATOL
-
-PARTS = [(1, 5, 1), (30, 70, 3), (150, 90, 3), (190, 300, 2), (257, 64, 1), (1950, 40, 2)]
-PROGRAMS = (3, 13)
-_SCRIPT = f"""
-import json
-from tests.engine.kernels.interpreter import mend_interpreter
-from tests.engine.kernels.pieces import joined
-mend_interpreter()
-print(json.dumps([
-    joined(*sizes, programs) for sizes in {PARTS} for programs in {PROGRAMS}
-]))
-"""
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> dict[tuple, dict]:
-    made = json.loads(run_interpreted(_SCRIPT))
-    return dict(zip(itertools.product(PARTS, PROGRAMS), made, strict=True))
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("programs", PROGRAMS)
-@pytest.mark.parametrize("sizes", PARTS, ids=str)
-def test_pieces_are_the_whole_work_in_even_shares(interpreted, sizes, programs):
-    found = interpreted[sizes, programs]
-    assert found["missing"] == []
-    assert found["twice"] == []
-    assert max(found["units"]) - min(found["units"]) <= 1
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("programs", PROGRAMS)
-@pytest.mark.parametrize("sizes", PARTS, ids=str)
-def test_joined_pieces_are_the_attention(interpreted, sizes, programs):
-    assert interpreted[sizes, programs]["error"] <= FP32_ATOL
 
 
 def _inputs(rows, keys, heads, *, batch_size=1, device="cpu", dtype=torch.bfloat16, width=128):
@@ -62,31 +24,26 @@ def _inputs(rows, keys, heads, *, batch_size=1, device="cpu", dtype=torch.bfloat
     return normal(rows).contiguous(), normal(keys + 3)[:, :keys], normal(keys + 3)[:, :keys]
 
 
-@pytest.mark.cpu
-def test_the_kernels_compile_for_an_h200(monkeypatch):
+@pytest.fixture(scope="module")
+def compiled() -> Any:
     sm90 = pytest.importorskip("tests.engine.kernels.sm90")
-    from engine.kernels import dense_gluon
-
-    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
-    monkeypatch.setattr(dense_gluon, "multiprocessors", lambda device: 132)
-    given = _inputs(150, 700, 2)
-    main, joining = sm90.compiled_launches(lambda: dense(*given))
-    assert "wgmma.mma_async" in main.asm["ptx"]
-    assert main.metadata.shared <= 227 * 1024
-    assert joining.metadata.shared <= 48 * 1024
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contract, "kernels_run_on", lambda x: True)
+        (kernel,) = sm90.compiled_launches(lambda: dense(*_inputs(150, 700, 2)))
+    return kernel
 
 
 @pytest.mark.cpu
-def test_weights_are_made_while_the_values_are_summed(monkeypatch):
-    sm90 = pytest.importorskip("tests.engine.kernels.sm90")
-    from engine.kernels import dense_gluon
+def test_the_kernel_compiles_for_an_h200(compiled):
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert compiled.metadata.shared <= 227 * 1024
 
-    monkeypatch.setattr(contract, "kernels_run_on", lambda x: True)
-    monkeypatch.setattr(dense_gluon, "multiprocessors", lambda device: 132)
-    main, _ = sm90.compiled_launches(lambda: dense(*_inputs(150, 700, 2)))
+
+@pytest.mark.cpu
+def test_weights_are_made_while_the_values_are_summed(compiled):
     wait = "wgmma.wait_group.sync.aligned "
     # From the wait for the scores to that for the sum, once a group.
-    loops = [part.partition(f"{wait}0;")[0] for part in main.asm["ptx"].split(f"{wait}1;")[1:]]
+    loops = [part.partition(f"{wait}0;")[0] for part in compiled.asm["ptx"].split(f"{wait}1;")[1:]]
     assert len(loops) == 2
     for loop in loops:
         # A branch keeps the assembler from moving the wait in front of the weights.
