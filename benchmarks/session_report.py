@@ -67,7 +67,7 @@ def _title(record: dict[str, Any]) -> str:
 
 def _row(record: dict[str, Any]) -> str:
     has_targets = record["geometry"] == TARGET_GEOMETRY and record["gpu"] is not None
-    targets = TARGETS[record["row"]] if has_targets else {}
+    targets = TARGETS.get(record["row"], {}) if has_targets else {}
     chunk, first, memory = record["chunk"], record["first_frame"], record["memory"]
     fps, overlap = record["frames_per_second"], record["overlap"]
     least, most = targets.get("frames_per_second", 0.0), targets.get("first_frame_ms", 1e9)

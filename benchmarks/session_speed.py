@@ -5,9 +5,9 @@
 
 `worldstream bench session` is the same. Owns the order of the measurement; everything goes through
 the `Session` that `serve` runs. Needs torch, triton, numpy, einops, safetensors and pillow alone.
-Rows: "exact" has the dtype of the weights, "A" puts the linears into eight bits and reads a part of
-the window in summary, which are approximations. Lines for people go to stderr, the last line of
-stdout is JSON.
+Rows: "exact" has the dtype of the weights, "A" puts the linears into eight bits, "sparse" also
+reads a part of the window in summary; both are approximations. Lines for people go to stderr, the last
+line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
 ROWS: dict[str, dict[str, Any]] = {
     "exact": {"linear": "bf16"},
-    "A": {"linear": "fp8_rowwise", "attention": "sparse"},
+    "A": {"linear": "fp8_rowwise"},
+    "sparse": {"linear": "fp8_rowwise", "attention": "sparse"},
 }
 """Fields of `EngineConfig` by the name of a row."""
 SCENE = "meadow-lake"
@@ -71,7 +72,7 @@ class SessionScenario:
     decoder: str = "auto"
     """Mode of the decoder."""
     rows: str = "exact"
-    """exact, A (eight bits, sparse attention), or both with a comma."""
+    """exact, A (eight bits), sparse (and sparse attention), or several with commas."""
     chunks: int = 20
     """Chunks to measure once the window is full, of each kind of measurement."""
 
@@ -355,7 +356,7 @@ def as_record(scenario: SessionScenario, row: SessionRow) -> dict[str, Any]:
     return {
         "name": "session",
         "row": row.name,
-        "class": row.name if row.name == "A" else "F",
+        "class": "F" if row.name == "exact" else "A",
         "preset": scenario.preset,
         "weights": spec.weights if spec.weights in ("random", "shipped") else "folder",
         "geometry": size_name(spec.geometry),
