@@ -6,8 +6,8 @@
 `worldstream bench session` is the same. Owns the order of the measurement; everything goes through
 the `Session` that `serve` runs. Needs torch, triton, numpy, einops, safetensors and pillow alone.
 Rows: "exact" has the dtype of the weights, "A" puts the linears into eight bits, "sparse" also
-reads a part of the window in summary; both are approximations. Lines for people go to stderr, the last
-line of stdout is JSON.
+reads a part of the window in summary; both are approximations. Lines for people go to stderr, the
+last line of stdout is JSON.
 """
 
 from __future__ import annotations
