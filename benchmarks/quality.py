@@ -4,10 +4,17 @@
     python -m miniworld.evaluate --json fp8.json --linear fp8_rowwise
     python -m benchmarks.quality exact.json fp8.json --record benchmarks/quality.jsonl
 
-Owns the gate: how far each figure may fall behind, and the record of a comparison. Invariants: both
-sides have the same weights, cases, seeds and dtype; a target that the exact form meets is never
-given up, whatever the allowance; every figure that both sides have and a limit or a target names is
-judged. Exit code 1 where an approximation does not pass.
+    python -m miniworld.evaluate --json fp32.json --dtype float32
+    python -m benchmarks.quality exact.json fp8.json --control fp32.json
+
+A control is another exact form: what it moves a figure by, rounding alone does, and the allowance
+is widened by that (`benchmarks.quality_limits` says how far and why).
+
+Owns the gate and the record of a comparison; `quality_limits` has how far each figure may fall
+behind. Invariants: both sides have the same weights, cases, seeds and dtype, and a control has all
+but the dtype; a target that the exact form meets is never given up, whatever the allowance, unless
+the control loses it too; every figure that both sides have and a limit or a target names is judged.
+Exit code 1 where an approximation does not pass.
 """
 
 from __future__ import annotations
@@ -16,13 +23,13 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.options import command_parser
+from benchmarks.quality_limits import Allowance, Figures, limit_of, movements
 from benchmarks.record import append_record
 from engine.errors import ConfigError
 from miniworld.evaluation.figures import Figure, Report, read_report
@@ -32,76 +39,10 @@ SAME = ("weights_hash", "dtype", "device", "torch", "settings")
 """What both sides must agree in."""
 FORM = ("linear", "attention", "sparse_tau")
 """What makes them differ, where an evaluation has it."""
+CONTROL_DTYPE = "float32"
+"""What a control may have where it has not the dtype of the exact side."""
 
-Figures = Mapping[tuple[str, str], Figure]
 Verdict = Literal["kept", "worse", "target lost"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Allowance:
-    """How far a figure may move, in its own unit."""
-
-    below: float = math.inf
-    above: float = math.inf
-
-
-def _decibels(figure: Figure, figures: Figures) -> Allowance:
-    """Two exports of one training, one with a little more of a stage, differ by 0.5 at chunk 12."""
-    return Allowance(below=0.3)
-
-
-def _ratio(figure: Figure, figures: Figures) -> Allowance:
-    """Of sharpness, edges, a way walked: to both sides, because noise sharpens."""
-    return Allowance(below=0.02, above=0.02)
-
-
-def _share(figure: Figure, figures: Figures) -> Allowance:
-    """Two standard deviations of the difference of two draws of that share, at least 0.02."""
-    deviation = math.sqrt(2.0 * figure.value * (1.0 - figure.value) / figure.count)
-    return Allowance(below=max(0.02, 2.0 * deviation))
-
-
-def _angle(figure: Figure, figures: Figures) -> Allowance:
-    """A tenth, and what the measure itself is off by."""
-    own = figures[figure.item, figure.name.replace("error", "error of the measure itself")]
-    return Allowance(above=0.1 * figure.value + own.value)
-
-
-def _fixed(**sides: float) -> Callable[[Figure, Figures], Allowance]:
-    return lambda figure, figures: Allowance(**sides)
-
-
-LIMITS: tuple[tuple[str, str, Callable[[Figure, Figures], Allowance]], ...] = (
-    ("rollout", "PSNR, chunk *", _decibels),
-    ("rollout", "gain over the frozen frame*", _decibels),
-    ("rollout", "sharpness*", _ratio),
-    ("rollout", "strength of edges*", _ratio),
-    ("yaw", "median error, *", _angle),
-    ("yaw", "within 2 degrees*", _share),
-    ("yaw", "right sign*", _share),
-    ("walking", "seen / commanded, *", _ratio),
-    ("walking", "right sign, *", _share),
-    ("strafing", "seen / commanded, *", _ratio),
-    ("strafing", "right sign, *", _share),
-    ("return", "PSNR*", _decibels),
-    ("prompt", "*PSNR*", _decibels),
-    ("prompt", "*margin*", _decibels),
-    ("prompt", "edges kept*", _fixed(below=0.02)),
-    ("leading", "worst of these*", _decibels),
-    # Rollouts of a minute part by rounding alone: what is the same there is what walks are like on
-    # the whole. Two exports of one training differ by 0.006 in brightness and 0.2 in motion.
-    ("long", "brightness difference of a clip*", _fixed(above=0.01)),
-    ("long", "motion*", _fixed(below=0.2, above=0.2)),
-    ("long", "latent deviation / chunk 1*", _ratio),
-    ("long", "clips not empty, [0-9]*", _share),
-    ("long", "sharpness*", _ratio),
-    ("long", "strength of edges*", _ratio),
-    ("outside", "palette distance, median*", _fixed(above=0.01)),
-    ("outside", "shift of the horizon*", _fixed(above=2.0)),
-    ("outside", "without collapse*", _share),
-    ("endless", "without collapse*", _share),
-)
-"""Item, pattern of names, what is allowed. The first that fits holds; the rest is context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +59,13 @@ class Judgement:
     difference: float
     allowed_below: float
     allowed_above: float
+    control_moved: float | None
+    """How far the control is from the exact form, in the figure's unit; None without a control."""
+    widened_by: float
+    """Part of the allowance that is the control's: its largest movement over the figure's times."""
     verdict: Verdict
+    verdict_alone: Verdict
+    """What it would be without a control."""
 
     @property
     def used(self) -> float:
@@ -134,6 +81,8 @@ class Comparison:
     form: dict[str, Any]
     exact_form: dict[str, Any]
     environment: dict[str, Any]
+    control: dict[str, Any] | None
+    """Dtype, form and commit of the control; None without one."""
     judgements: tuple[Judgement, ...]
 
     @property
@@ -151,6 +100,7 @@ class Comparison:
             "class": "A",
             **self.form,
             "exact": self.exact_form,
+            "control": self.control,
             "cases": environment["settings"]["cases"],
             "seed": environment["settings"]["seed"],
             "is_passed": self.is_passed,
@@ -166,65 +116,107 @@ class Comparison:
     def table(self) -> str:
         """Return one line an item with its nearest figure to a limit, and all that are not kept."""
         lines = [f"{_words(self.form)} against {_words(self.exact_form)}:"]
+        if self.control is not None:
+            lines.append(f"  allowances widened by what a control moves: {_words(self.control)}")
         for item in dict.fromkeys(each.item for each in self.judgements):
             mine = [each for each in self.judgements if each.item == item]
             failed = [each for each in mine if each.verdict != "kept"]
             lines.append(f"  {item:9}{len(mine) - len(failed):3} of {len(mine):2} kept; ")
             lines[-1] += _line(max(mine, key=lambda each: each.used))
             lines += [f"    {each.verdict}: {_line(each)}" for each in failed]
+            lines += [
+                f"    kept as the control moves it too, {each.verdict_alone} else: {_line(each)}"
+                for each in mine
+                if each.verdict == "kept" != each.verdict_alone
+            ]
         lines.append(f"  {'passed' if self.is_passed else 'NOT passed'}")
         return "\n".join(lines)
 
 
-def compare(exact: Report, approximate: Report) -> Comparison:
+def compare(exact: Report, approximate: Report, control: Report | None = None) -> Comparison:
     """Judge an approximate form.
 
-    Raises: ConfigError where the two were not measured alike, have no figure in common, or where
-        the approximation changed nothing, so that it was not in use.
+    Args:
+        exact: what it is held against.
+        approximate: the form to judge.
+        control: another exact form, in the same dtype or in float32.
+
+    Raises: ConfigError where they were not measured alike, have no figure in common, where the
+        approximation changed nothing, so that it was not in use, or where the control is none.
     """
-    for name in SAME:
-        mine, other = (report.environment.get(name) for report in (exact, approximate))
-        if mine != other:
-            raise ConfigError(f"{name} is {other!r}; allowed beside the exact side: {mine!r}")
-    known = {(each.item, each.name): each for each in exact.figures}
+    _check_alike(exact, approximate, "", SAME)
+    if control is not None:
+        _check_control(exact, control)
+    known = _by_name(exact)
+    others = None if control is None else _by_name(control)
     pairs = [
         (known[key], each)
         for each in approximate.figures
         if (key := (each.item, each.name)) in known
     ]
-    judgements = [each for pair in pairs if (each := _judge(*pair, known)) is not None]
+    judgements = [each for pair in pairs if (each := _judge(*pair, known, others)) is not None]
     if not judgements:
         raise ConfigError("figures are of other items; allowed: some that both sides have")
-    form, exact_form = (
-        {name: report.environment.get(name) for name in FORM} for report in (approximate, exact)
-    )
+    form, exact_form = _form(approximate), _form(exact)
     if form != exact_form and all(each.difference == 0.0 for each in judgements):
         raise ConfigError(f"{_words(form)} made what the exact form made: it was not in use")
     return Comparison(
         form=form,
         exact_form=exact_form,
         environment=approximate.environment,
+        control=None
+        if control is None
+        else {
+            "dtype": control.environment["dtype"],
+            **_form(control),
+            "commit": control.environment["commit"],
+        },
         judgements=tuple(judgements),
     )
 
 
-def _judge(exact: Figure, approximate: Figure, known: Figures) -> Judgement | None:
+def _check_alike(exact: Report, other: Report, side: str, names: Sequence[str]) -> None:
+    for name in names:
+        mine, found = (report.environment.get(name) for report in (exact, other))
+        if mine != found:
+            raise ConfigError(f"{side}{name} is {found!r}; allowed beside the exact side: {mine!r}")
+
+
+def _check_control(exact: Report, control: Report) -> None:
+    """Refuse what moves figures by more than rounding: an approximation on either side."""
+    _check_alike(exact, control, "control: ", [name for name in SAME if name != "dtype"])
+    dtype, allowed = control.environment.get("dtype"), exact.environment["dtype"]
+    if dtype not in (allowed, CONTROL_DTYPE):
+        raise ConfigError(f"control: dtype is {dtype!r}; allowed: {allowed!r}, {CONTROL_DTYPE!r}")
+    for side, report in (("control", control), ("exact side of a control", exact)):
+        linear, attention = (report.environment.get(name) for name in ("linear", "attention"))
+        if linear != "bf16":
+            raise ConfigError(f"{side}: linear is {linear!r}; allowed: 'bf16', which is exact")
+        if attention == "sparse":
+            raise ConfigError(f"{side}: attention is 'sparse'; allowed: any other, which are exact")
+
+
+def _by_name(report: Report) -> Figures:
+    return {(each.item, each.name): each for each in report.figures}
+
+
+def _form(report: Report) -> dict[str, Any]:
+    return {name: report.environment.get(name) for name in FORM}
+
+
+def _judge(
+    exact: Figure, approximate: Figure, known: Figures, control: Figures | None
+) -> Judgement | None:
     """Return None for a figure that is context."""
-    limits = (
-        allow(exact, known)
-        for item, pattern, allow in LIMITS
-        if item == exact.item and fnmatchcase(exact.name, pattern)
-    )
-    allowance = next(limits, None)
-    if allowance is None and exact.is_met is None:
+    limit = limit_of(exact, known)
+    if limit is None and exact.is_met is None:
         return None
-    allowance = allowance or Allowance()
+    limit = limit or Allowance()
+    moved, widened_by = (None, 0.0) if control is None else movements(known, control, exact)
+    allowance = limit.widened(widened_by)
+    is_lost = bool(exact.is_met) and not approximate.is_met
+    is_lost_too = control is not None and not control[exact.item, exact.name].is_met
     difference = approximate.value - exact.value
-    verdict: Verdict = "kept"
-    if not -allowance.below <= difference <= allowance.above:
-        verdict = "worse"
-    if exact.is_met and not approximate.is_met:
-        verdict = "target lost"
     return Judgement(
         item=exact.item,
         name=exact.name,
@@ -236,8 +228,17 @@ def _judge(exact: Figure, approximate: Figure, known: Figures) -> Judgement | No
         difference=difference,
         allowed_below=allowance.below,
         allowed_above=allowance.above,
-        verdict=verdict,
+        control_moved=moved,
+        widened_by=widened_by,
+        verdict=_verdict(difference, allowance, is_lost and not is_lost_too),
+        verdict_alone=_verdict(difference, limit, is_lost),
     )
+
+
+def _verdict(difference: float, allowance: Allowance, is_lost: bool) -> Verdict:
+    if is_lost:
+        return "target lost"
+    return "kept" if -allowance.below <= difference <= allowance.above else "worse"
 
 
 def _finite(value: Any) -> Any:
@@ -266,11 +267,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("benchmarks.quality", __doc__)
     parser.add_argument("exact", type=Path, help="figures of the exact form")
     parser.add_argument("approximate", type=Path, nargs="+", help="figures of approximate forms")
+    parser.add_argument("--control", type=Path, help="figures of another exact form: in float32")
     parser.add_argument("--record", type=Path, help="file to append to: benchmarks/quality.jsonl")
     options = parser.parse_args(arguments)
     try:
         exact = read_report(options.exact)
-        comparisons = [compare(exact, read_report(path)) for path in options.approximate]
+        control = None if options.control is None else read_report(options.control)
+        comparisons = [compare(exact, read_report(path), control) for path in options.approximate]
     except (ConfigError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

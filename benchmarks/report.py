@@ -137,9 +137,19 @@ def _approximations(path: Path) -> str:
             known = figures.get((item, name))
             sides = () if known is None else (known["exact"], known["approximate"])
             cells.append(" -> ".join("-" if each is None else f"{each:.3g}" for each in sides))
-        cells += [f"{kept} of {len(record['figures'])}", record["commit"]]
+        cells += [f"{kept} of {len(record['figures'])}{_widened(record)}", record["commit"]]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
+
+
+def _widened(record: dict[str, Any]) -> str:
+    """What a control added to the allowances of a comparison, and what is kept without it."""
+    control = record.get("control")
+    if control is None:
+        return ""
+    alone = sum(each["verdict_alone"] == "kept" for each in record["figures"])
+    what = control["dtype"] if control["dtype"] != record["dtype"] else "another exact run"
+    return f", allowance widened by what {what} moves ({alone} without)"
 
 
 def _products(path: Path) -> str:

@@ -2,7 +2,8 @@
 
 Owns the command: which items run, on what, and where table, json and contact sheets go. All cases
 are held out, all seeds fixed; every rollout has its own history and the sampler of the product.
-What was measured is written after each item, so that a run that is cut keeps what it has.
+What was measured is written after each item, so that a run that is cut keeps what it has. float32
+is float32: convolutions of the autoencoder do not round to fewer bits on a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from miniworld.evaluation import endurance, quality
 from miniworld.evaluation.figures import Report
 from miniworld.evaluation.models import Models, load
 from miniworld.evaluation.quality import SHORT, Settings
+from vae_stream.vit import exact_convolutions
 
 Item = Callable[[Models, Settings, Report], None]
 ITEMS: dict[str, Item] = {
@@ -57,7 +59,8 @@ def evaluate(
     report = Report(environment=describe(models, settings))
     for name, measure in measures.items():
         started_s = time.perf_counter()
-        measure(models, settings, report)
+        with exact_convolutions():
+            measure(models, settings, report)
         report.seconds[name] = round(time.perf_counter() - started_s, 2)
         log(f"{name}: {report.seconds[name]:.1f} s")
         if json_path is not None:

@@ -92,9 +92,10 @@ def _python(arguments: list[str]) -> None:
         assert evaluate.main([*rest, "--short", "--cases", "2", "--items", "vae"]) == 0
     elif module == "benchmarks.quality":
         # Each is compared with itself: no approximation touches what the short form looks at.
-        files = rest[: rest.index("--record")]
-        for path in files:
-            assert quality.main([path, path, *rest[len(files) :]]) == 0
+        files, options = rest[: rest.index("--control")], rest[rest.index("--control") :]
+        assert quality.main([files[0], files[0], *options]) == 0
+        for path in files[1:]:
+            assert quality.main([path, path, *_without(options, "--control")]) == 0
     elif module == "benchmarks.sqnr":
         assert sqnr.main(rest) == 0
     else:

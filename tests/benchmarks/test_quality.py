@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.quality import LIMITS, compare, main
+from benchmarks.quality import compare, main
+from benchmarks.quality_limits import LIMITS
 from benchmarks.report import QUALITY_RECORD
 from engine.errors import ConfigError
 from miniworld.evaluation.figures import Report, read_report
@@ -27,6 +28,7 @@ def _report(
     *,
     psnr: float = 20.0,
     angle: float = 0.05,
+    first_angle: float = 0.05,
     sharpness: float = 0.95,
     full: float = 0.96875,
     speed: float = 200.0,
@@ -37,14 +39,20 @@ def _report(
     report.add("rollout", "sharpness / VAE round trip, chunk 12", sharpness, count=64,
                at_least=0.9, at_most=1.1)  # fmt: skip
     report.add("rollout", "latent chunks made, all clips", speed, count=64)
-    report.add("yaw", "median error, chunk 12", angle, count=64, unit="deg", at_most=0.6)
-    report.add("yaw", "median error of the measure itself, chunk 12", 0.01, count=64, unit="deg")
+    for chunk, error in ((1, first_angle), (12, angle)):
+        own = f"median error of the measure itself, chunk {chunk}"
+        report.add("yaw", f"median error, chunk {chunk}", error, count=64, unit="deg", at_most=0.6)
+        report.add("yaw", own, 0.01, count=64, unit="deg")
     report.add("long", "clips not empty, 60 s", full, count=64, at_least=0.8)
     return report
 
 
 def _form(**figures: float) -> Report:
     return _report(linear="fp8_rowwise", **figures)
+
+
+def _control(**changes: Any) -> Report:
+    return _report(**({"dtype": "float32"} | changes))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +99,76 @@ def test_what_is_no_comparison_is_refused(changes: dict[str, Any], message: str)
         compare(_report(), _report(**changes))
 
 
+@pytest.mark.parametrize(
+    ("moved", "figures", "verdicts"),
+    [
+        pytest.param({"psnr": 19.9}, {"psnr": 19.61}, [], id="within limit and movement"),
+        pytest.param({"psnr": 19.9}, {"psnr": 19.59}, ["worse"], id="beyond both"),
+        pytest.param({"psnr": 20.1}, {"psnr": 19.61}, [], id="moved to the other side"),
+        pytest.param({"sharpness": 0.96}, {"sharpness": 0.979}, [], id="sharper, widened above"),
+        pytest.param({"angle": 0.09}, {"first_angle": 0.104}, [], id="by another chunk's movement"),
+        pytest.param({"angle": 0.09}, {"first_angle": 0.106}, ["worse"], id="beyond that"),
+        pytest.param({"psnr": 15.0}, {"angle": 0.066}, ["worse"], id="not by another figure's"),
+    ],
+)
+def test_an_allowance_is_widened_by_what_a_control_moves(
+    moved: dict[str, float], figures: dict[str, float], verdicts: list[str]
+) -> None:
+    found = compare(_report(), _form(**figures), _control(**moved))
+    assert [each.verdict for each in found.judgements if each.verdict != "kept"] == verdicts
+    assert [each.verdict_alone for each in found.judgements if each.verdict_alone != "kept"] == [
+        "worse"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("control", "verdict"),
+    [
+        pytest.param(0.95, "target lost", id="far from it"),
+        pytest.param(0.901, "target lost", id="near it"),
+        pytest.param(0.898, "kept", id="lost it too"),
+    ],
+)
+def test_a_target_is_given_up_only_where_the_control_loses_it_too(
+    control: float, verdict: str
+) -> None:
+    found = compare(_report(sharpness=0.905), _form(sharpness=0.899), _control(sharpness=control))
+    assert found.judgements[1].verdict == verdict
+    assert found.judgements[1].verdict_alone == "target lost"
+
+
+def test_a_target_that_the_control_loses_too_leaves_the_allowance() -> None:
+    found = compare(_report(sharpness=0.905), _form(sharpness=0.87), _control(sharpness=0.898))
+    assert found.judgements[1].verdict == "worse"
+
+
+@pytest.mark.parametrize(
+    ("exact", "control", "message"),
+    [
+        ({}, {"linear": "fp8_rowwise"}, "control: linear is 'fp8_rowwise'; allowed: 'bf16'"),
+        ({}, {"attention": "sparse"}, "control: attention is 'sparse'"),
+        ({}, {"weights_hash": "other"}, "control: weights_hash is 'other'"),
+        ({}, {"device": "A CPU"}, "control: device is 'A CPU'"),
+        ({}, {"settings": {"cases": 64, "seed": 1}}, "control: settings is .*'seed': 1"),
+        ({}, {"dtype": "float16"}, "control: dtype is 'float16'; allowed: 'bfloat16', 'float32'"),
+        ({"attention": "sparse"}, {}, "exact side of a control: attention is 'sparse'"),
+        ({}, {"psnr": float("nan")}, "control: rollout, PSNR, chunk 12: nan beside 20.0"),
+    ],
+)
+def test_what_is_no_control_is_refused(
+    exact: dict[str, Any], control: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compare(_report(**exact), _form() if not exact else _report(**exact), _control(**control))
+
+
+def test_a_control_has_every_figure_that_is_judged() -> None:
+    control = _control()
+    control.figures = [each for each in control.figures if each.item != "long"]
+    with pytest.raises(ConfigError, match="control: long, clips not empty, 60 s: missing"):
+        compare(_report(), _form(psnr=19.9), control)
+
+
 def test_every_limit_names_a_figure_that_the_evaluation_makes() -> None:
     """A renamed figure would become context without a word."""
     made = [(each.item, each.name) for each in read_report(QUALITY_RECORD).figures]
@@ -121,7 +199,33 @@ def test_the_command_tells_and_keeps_every_form(
         ("fp8_rowwise", True), ("fp8_rowwise", False),
     ]  # fmt: skip
     assert kept[0]["figures"][0]["allowed_above"] is None
+    assert kept[0]["control"] is None
     assert main(paths[:2]) == 0
+
+
+def test_the_record_names_the_control_and_each_movement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reports = {"exact": _report(), "form": _form(psnr=19.6), "control": _control(psnr=20.125)}
+    for name, report in reports.items():
+        (tmp_path / f"{name}.json").write_text(report.to_json())
+    paths = {name: str(tmp_path / f"{name}.json") for name in reports}
+    record = tmp_path / "quality.jsonl"
+    options = ["--control", paths["control"], "--record", str(record)]
+
+    assert main([paths["exact"], paths["form"], *options]) == 0
+
+    out = capsys.readouterr().out
+    assert "widened by what a control moves: dtype float32, linear bf16, attention sdpa" in out
+    assert "kept as the control moves it too, worse else: PSNR, chunk 12: 20 -> 19.6" in out
+    row = json.loads(record.read_text())
+    assert row["control"] == {
+        "dtype": "float32", "linear": "bf16", "attention": "sdpa", "sparse_tau": None,
+        "commit": "abc1234",
+    }  # fmt: skip
+    figure = row["figures"][0]
+    assert (figure["control_moved"], figure["widened_by"]) == (0.125, 0.125)
+    assert (figure["allowed_below"], figure["verdict_alone"]) == (0.425, "worse")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"figures": [{"item": "a"}]}'])

@@ -126,6 +126,22 @@ def test_approximations_show_the_last_record_of_each_form(tmp_path: Path) -> Non
     assert "0.0621 -> - |" in text
 
 
+@pytest.mark.parametrize(
+    ("dtype", "words"), [("float32", "float32"), ("bfloat16", "another exact run")]
+)
+def test_approximations_say_what_a_control_gave(tmp_path: Path, dtype: str, words: str) -> None:
+    shown = {"item": "yaw", "name": "median error, chunk 12", "exact": 0.06, "approximate": 0.07}
+    record = {
+        "linear": "fp8_rowwise", "attention": "sdpa", "sparse_tau": None, "cases": 64,
+        "gpu": "A GPU", "commit": "abc1234", "dtype": "bfloat16", "control": {"dtype": dtype},
+        "figures": [shown | {"verdict": "kept", "verdict_alone": "worse"}],
+    }  # fmt: skip
+    path = tmp_path / "quality.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    text = report.card_section(_quality(tmp_path / "figures.json"), path, tmp_path / "missing")
+    assert f"| 1 of 1, allowance widened by what {words} moves (0 without) | abc1234 |" in text
+
+
 def test_products_show_the_least_and_the_median_of_their_kind(tmp_path: Path) -> None:
     record = {
         "preset": "mini", "geometry": "256x160", "weights": "shipped", "dtype": "bfloat16",

@@ -332,6 +332,19 @@ def shipped() -> Report:
     return report
 
 
+def test_items_are_measured_with_exact_convolutions(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    seen: list[bool] = []
+    monkeypatch.setitem(ITEMS, "vae", lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+
+    evaluate(models, SHORT, ("vae",))
+
+    assert seen == [False]
+    assert torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.parametrize(
     ("item", "name", "floor", "ceiling"),
     [
