@@ -56,7 +56,7 @@ APPROXIMATED_ROWS: tuple[tuple[str, str, str], ...] = (
     ("long", "clips not empty, 60 s", "things in view, 60 s"),
 )
 """The same of the table of approximations."""
-_FORM_KEY = ("linear", "attention", "sparse_tau", "cases", "gpu")
+_FORM_KEY = ("linear", "attention", "sparse_tau", "sparse_block", "cases", "gpu")
 _PRODUCT_KEY = ("preset", "weights", "geometry", "dtype", "linear", "gpu", "cpu")
 _KEY = ("preset", "weights", "geometry", "dtype", "compile_blocks", "gpu", "cpu", "threads")
 """Records that agree in these tell of the same thing; the last one counts."""
@@ -130,7 +130,7 @@ def _approximations(path: Path) -> str:
         kept = sum(each["verdict"] == "kept" for each in record["figures"])
         tau = record["sparse_tau"]
         form = f"{record['linear']}, {record['attention']}" + (
-            "" if tau is None else f" at {tau:g}"
+            "" if tau is None else f" at {tau:g}, blocks of {record['sparse_block']}"
         )
         cells = [f"{form}, {record['cases']} clips"]
         for item, name, _ in APPROXIMATED_ROWS:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
 from engine.kernels.sparse import KeySummary
-from engine.kernels.sparse_reference import block_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +64,7 @@ class CacheBuffers:
             self._make_room(prefix_rows)
         for summary in self.summaries:
             if summary is not None:
-                summary.sink_1.fill_(block_count(prefix_rows))
+                summary.set_sink(prefix_rows)
 
     def _make_room(self, prefix_rows: int) -> None:
         old_room = self.shape.prefix_room
@@ -80,7 +79,8 @@ class CacheBuffers:
         for layer, summary in enumerate(self.summaries):
             if summary is not None:
                 # One row more than is used, see `allocate`.
-                self.summaries[layer] = KeySummary.of(self.keys_BSNK[layer][:, :-1], prefix_rows)
+                keys_BSNK = self.keys_BSNK[layer][:, :-1]
+                self.summaries[layer] = KeySummary.of(keys_BSNK, prefix_rows, summary.block)
 
 
 def allocate(
@@ -89,9 +89,12 @@ def allocate(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    has_summaries: bool = False,
+    sparse_block: int | None = None,
 ) -> CacheBuffers:
-    """Memory for one rollout; its content is undefined."""
+    """Memory for one rollout; its content is undefined.
+
+    With a ``sparse_block`` there is room for summaries of blocks of so many keys.
+    """
 
     def lists(rows: int, channels: int) -> list[Tensor]:
         # Heads outermost: the rows of one head lie together, as attention reads them.
@@ -109,8 +112,8 @@ def allocate(
     table = torch.empty(window_rows, config.rotary_dim, device=device, dtype=dtype)
     keys_BSNK = lists(rows, width)
     summaries = [
-        KeySummary.of(keys[:, :-1], shape.prefix_room)
-        if has_summaries and layer >= SPARSE_DENSE_LAYERS
+        KeySummary.of(keys[:, :-1], shape.prefix_room, sparse_block)
+        if sparse_block is not None and layer >= SPARSE_DENSE_LAYERS
         else None
         for layer, keys in enumerate(keys_BSNK)
     ]
@@ -133,7 +136,7 @@ class BufferLender:
         config: of the model.
         device: of the buffers.
         dtype: of the buffers.
-        has_summaries: whether attention reads some blocks in summary.
+        sparse_block: keys of a block, where attention reads some in summary.
     """
 
     def __init__(
@@ -142,10 +145,10 @@ class BufferLender:
         device: torch.device,
         dtype: torch.dtype,
         *,
-        has_summaries: bool = False,
+        sparse_block: int | None = None,
     ) -> None:
         self._config, self._device, self._dtype = config, device, dtype
-        self._has_summaries = has_summaries
+        self._sparse_block = sparse_block
         self._free: CacheBuffers | None = None
 
     def take(self, shape: BufferShape) -> CacheBuffers:
@@ -156,7 +159,7 @@ class BufferLender:
         del ready  # before the new one is made: both may not fit
         return allocate(
             self._config, shape, device=self._device, dtype=self._dtype,
-            has_summaries=self._has_summaries,
+            sparse_block=self._sparse_block,
         )  # fmt: skip
 
     def give(self, buffers: CacheBuffers) -> None:

@@ -33,6 +33,8 @@ SPARSE_DENSE_LAYERS = 2
 """First layers that read the whole window whatever `EngineConfig.attention` is."""
 SPARSE_TAU_LIMIT = 8.0
 """No block of a window is further from the mean."""
+SPARSE_BLOCKS = (8, 16, 32, 64)
+"""Keys that may share a summary."""
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
 """Schemes of `engine.quant` by name, or what fits."""
 VAE_SPATIAL_FACTOR = 16
@@ -326,6 +328,10 @@ class EngineConfig:
     sparse_tau: float = 1.0
     """Standard deviations above the mean score at which "sparse" reads a block; larger reads less.
     """
+    sparse_block: int = 64
+    """Keys that share a summary in "sparse", one of `SPARSE_BLOCKS`. What counts is their share of
+    a picture: 64 are a sixth of one at 832x480, whose latents have 390 rows, but one and a half of
+    the small world's, which have 40. So the small world is judged at 8, a fifth of a picture."""
     kernels: KernelChoice = "auto"
     """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store. "auto":
     fast on CUDA unless something is compiled by name."""
@@ -381,6 +387,9 @@ class EngineConfig:
                 f"sparse_tau is {self.sparse_tau}; allowed: {-SPARSE_TAU_LIMIT} to "
                 f"{SPARSE_TAU_LIMIT}"
             )
+        if self.sparse_block not in SPARSE_BLOCKS:
+            blocks = ", ".join(map(str, SPARSE_BLOCKS))
+            raise ConfigError(f"sparse_block is {self.sparse_block}; allowed: {blocks}")
         if self.kernels in ("eager", "fast") and self.compile == "blocks":
             raise ConfigError(
                 f"kernels is {self.kernels!r}; allowed with compile 'blocks': 'off', because both "

@@ -119,7 +119,7 @@ class RolloutCore:
         self._lender = None
         if runner is not None:
             self._lender = BufferLender(
-                self.config, self.device, model.dtype, has_summaries=self._has_summaries
+                self.config, self.device, model.dtype, sparse_block=self._sparse_block
             )
         self._modulation = ModulationTables(
             model,
@@ -135,8 +135,8 @@ class RolloutCore:
         return torch.float32 if self.config.camera_dtype == "float32" else self.model.dtype
 
     @property
-    def _has_summaries(self) -> bool:
-        return self.attention.sparse is not None
+    def _sparse_block(self) -> int | None:
+        return None if self.attention.sparse is None else self.attention.sparse.block
 
     @property
     def runner(self) -> GraphRunner | None:
@@ -170,7 +170,7 @@ class RolloutCore:
         if self.options.packed_history:
             cache = self._packed_cache(tables, inputs.text_BRE.shape[0])
         else:
-            cache = PlainCache(self.config, tables, has_summaries=self._has_summaries)
+            cache = PlainCache(self.config, tables, sparse_block=self._sparse_block)
         state = CoreState(
             inputs=inputs,
             layout=layout,
@@ -302,7 +302,7 @@ class RolloutCore:
         if self._lender is None:
             buffers = allocate(
                 self.config, shape, device=self.device, dtype=self.model.dtype,
-                has_summaries=self._has_summaries,
+                sparse_block=self._sparse_block,
             )  # fmt: skip
             return PackedCache(self.config, tables, buffers, ops=self._block_ops)
         buffers = self._lender.take(shape)

@@ -198,10 +198,10 @@ class PlainCache(CacheOrder):
     """Normalised keys and values in lists, placed in the plain form and joined at every call."""
 
     def __init__(
-        self, config: ModelConfig, tables: WindowTables, *, has_summaries: bool = False
+        self, config: ModelConfig, tables: WindowTables, *, sparse_block: int | None = None
     ) -> None:
         super().__init__(config, tables)
-        self._has_summaries = has_summaries
+        self._sparse_block = sparse_block
         self._prefix: dict[int, tuple[Tensor, Tensor]] = {}
         self._current: dict[int, tuple[Tensor, Tensor]] = {}
         self._chunks: list[dict[int, tuple[Tensor, Tensor]]] = []
@@ -253,8 +253,8 @@ class PlainCache(CacheOrder):
         values.append(placement.value(v_BRNK))
         keys_BSNK, values_BSNK = torch.cat(keys, dim=1), torch.cat(values, dim=1)
         summary = None
-        if self._has_summaries and layer >= SPARSE_DENSE_LAYERS:
-            summary = KeySummary.of(keys_BSNK, self.tables.prefix_rows)
+        if self._sparse_block is not None and layer >= SPARSE_DENSE_LAYERS:
+            summary = KeySummary.of(keys_BSNK, self.tables.prefix_rows, self._sparse_block)
         return Window(placement.query(q_BRNK), keys_BSNK, values_BSNK, summary)
 
     def _slide(self) -> None:

@@ -280,7 +280,8 @@ def engine_parts(
         MemoryPart.played("working memory", working),
     ]
     if config.attention == "sparse":
-        parts.append(MemoryPart.played("summaries", summary_bytes(model, size) // world_size))
+        summaries = summary_bytes(model, size, config.sparse_block)
+        parts.append(MemoryPart.played("summaries", summaries // world_size))
     if is_cuda:
         # A recording keeps memory of its own for what a pass makes on its way; all share one pool.
         has_graphs = config.graphs is not False and config.has_shortcuts
@@ -313,14 +314,14 @@ def window_bytes(model: ModelConfig, size: int) -> int:
     return (model.num_layers * model.num_attention_heads * channels + tables) * size
 
 
-def summary_bytes(model: ModelConfig, size: int) -> int:
+def summary_bytes(model: ModelConfig, size: int, block: int) -> int:
     """Summaries of the blocks of one window: see `kernels.sparse.KeySummary`."""
     from engine.kernels.sparse_reference import block_count
 
     keys = prefix_row_count(model) + model.window_chunks * model.rows_per_chunk
     block_bytes = 2 * model.attention_head_dim * size + 4
     layers = model.num_layers - SPARSE_DENSE_LAYERS
-    return layers * model.num_attention_heads * block_count(keys) * block_bytes
+    return layers * model.num_attention_heads * block_count(keys, block) * block_bytes
 
 
 def _working_bytes(model: ModelConfig, size: int, world_size: int) -> int:

@@ -154,8 +154,9 @@ def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) ->
     if config.attention != "sparse":
         return plan
     return with_sparse(
-        plan, shapes[-1], layers=sizes.num_layers, tau=config.sparse_tau, device=device
-    )
+        plan, shapes[-1], layers=sizes.num_layers, tau=config.sparse_tau,
+        block=config.sparse_block, device=device,
+    )  # fmt: skip
 
 
 class HalvesBlockOps(PlainBlockOps):

@@ -81,6 +81,7 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
         "linear": models.linear,
         "attention": models.attention,
         "sparse_tau": models.sparse_tau,
+        "sparse_block": models.sparse_block,
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -138,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--linear", default="bf16", help="bf16, fp8_rowwise, or a json file with a scheme")
     add("--attention", choices=get_args(AttentionName), default="auto", help="over the window")
     add("--sparse-tau", type=float, default=1.0, help="of sparse attention: larger reads less")
+    add("--sparse-block", type=int, default=64, help="of sparse attention: keys that share a "
+        "summary; 8 cover as much of a picture here as 64 do at 832x480")  # fmt: skip
     return parser
 
 
@@ -172,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             linear=args.linear,
             attention=args.attention,
             sparse_tau=args.sparse_tau,
+            sparse_block=args.sparse_block,
         )
     except WorldStreamError as error:
         parser.error(f"{error}")

@@ -163,6 +163,8 @@ class Serve:
     """Over the window: auto, the name of a backend, or sparse, which is an approximation."""
     sparse_tau: Number = None
     """Of sparse attention, by default 1: larger reads less."""
+    sparse_block: Number = None
+    """Of sparse attention: keys that share a summary, 64 by default."""
     kernels: Text = None
     """Fused kernels and where they round: auto, off, eager or fast."""
     compile: Text = None

@@ -41,6 +41,8 @@ class BenchEngine:
     """Backend of the attention over the window, or sparse, which is an approximation."""
     sparse_tau: float = 1.0
     """Of sparse attention: larger reads less."""
+    sparse_block: int = 64
+    """Of sparse attention: keys that share a summary."""
     kernels: KernelChoice = "auto"
     """Fused kernels and where they round."""
     linear: str = "bf16"
@@ -89,6 +91,7 @@ class BenchEngine:
                 graphs="auto" if self.graphs == "auto" else self.graphs == "on",
                 attention=self.attention,
                 sparse_tau=self.sparse_tau,
+                sparse_block=self.sparse_block,
                 kernels=self.kernels,
                 linear=self.linear,
                 lora=self.lora,
@@ -104,8 +107,8 @@ class BenchEngine:
     def _climb(self) -> int:
         """Run the ladder, which chooses for itself how each row runs."""
         for name in (
-            "compile", "graphs", "attention", "sparse_tau", "kernels", "linear", "lora",
-            "lora_mode", "ablations",
+            "compile", "graphs", "attention", "sparse_tau", "sparse_block", "kernels", "linear",
+            "lora", "lora_mode", "ablations",
         ):  # fmt: skip
             default = next(each.default for each in fields(self) if each.name == name)
             if getattr(self, name) != default:

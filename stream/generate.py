@@ -178,6 +178,7 @@ def trace_header(
         linear=world.speed.linear,
         attention=world.speed.attention,
         sparse_tau=world.speed.sparse_tau,
+        sparse_block=world.speed.sparse_block,
         kernels=world.speed.kernels,
         compile=world.speed.compile,
         torch_version=torch.__version__,

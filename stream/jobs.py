@@ -17,6 +17,7 @@ from typing import Annotated
 
 import tyro
 
+from engine.config import SPARSE_BLOCKS
 from engine.errors import ConfigError
 from stream.record import GIF_LIMIT_S
 from stream.script import FRAMES_PER_CHUNK, FRAMES_PER_SECOND, KeyScript, load_script
@@ -91,6 +92,8 @@ class JobOptions:
     """Over the window: auto, the name of a backend, or sparse, which is an approximation."""
     sparse_tau: Number = "1"
     """Of sparse attention: larger reads less."""
+    sparse_block: Number = "64"
+    """Of sparse attention: keys that share a summary."""
     kernels: str = "auto"
     """Fused kernels and where they round: auto, off, eager or fast."""
     lora: File = None
@@ -158,6 +161,7 @@ def plan(options: JobOptions) -> Job:
         linear=options.linear,
         attention=options.attention,
         sparse_tau=_number(options.sparse_tau, "sparse_tau"),
+        sparse_block=_one_of(options.sparse_block, "sparse_block", SPARSE_BLOCKS),
         kernels=options.kernels,
         prompts=prompt_options(
             encoder=options.prompt_encoder,
@@ -301,6 +305,13 @@ def _whole(value: object, name: str, low: int, high: int) -> int:
     if not low <= int(text) <= high:
         raise ConfigError(f"{name}: {text}; allowed: whole numbers from {low} to {_power(high)}")
     return int(text)
+
+
+def _one_of(value: object, name: str, allowed: tuple[int, ...]) -> int:
+    if str(value) not in map(str, allowed):
+        known = ", ".join(map(str, allowed))
+        raise ConfigError(f"{name}: {str(value)[:40]!r}; allowed: {known}")
+    return int(str(value))
 
 
 def _power(number: int) -> str:

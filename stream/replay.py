@@ -88,6 +88,7 @@ def plan_replay(
         linear=header.linear,
         attention=header.attention,
         sparse_tau=header.sparse_tau,
+        sparse_block=header.sparse_block,
         kernels=header.kernels,
         compiling=header.compile,
     )

@@ -47,6 +47,7 @@ class WorldSpeed:
     linear: str = "bf16"
     attention: str = "auto"
     sparse_tau: float = 1.0
+    sparse_block: int = 64
     kernels: str = "off"
     compile: str = "off"
 
@@ -135,7 +136,7 @@ class ModelWorld:
         config = engine.config
         self.speed = WorldSpeed(
             linear=config.linear, attention=config.attention, sparse_tau=config.sparse_tau,
-            kernels=config.kernels, compile=config.compile,
+            sparse_block=config.sparse_block, kernels=config.kernels, compile=config.compile,
         )  # fmt: skip
         self.note = engine.dtype_choice.reason
         self.is_finite = True

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from engine.config import SPARSE_TAU_LIMIT, AttentionName
+from engine.config import SPARSE_BLOCKS, SPARSE_TAU_LIMIT, AttentionName
 from engine.errors import ConfigError
 from stream.ice_servers import parse_ice_server, with_user
 from stream.protocol import IceServer
@@ -45,6 +45,8 @@ class ServerSettings(BaseSettings):
     """Over the window; auto: what is fastest here; sparse: a part in summary, an approximation."""
     sparse_tau: Annotated[float, Field(ge=-SPARSE_TAU_LIMIT, le=SPARSE_TAU_LIMIT)] = 1.0
     """Of sparse attention: larger reads less."""
+    sparse_block: int = 64
+    """Of sparse attention: keys that share a summary."""
     kernels: Literal["auto", "off", "eager", "fast"] = "auto"
     """Fused kernels and where they round."""
     compile: Literal["auto", "off", "blocks", "full"] = "auto"
@@ -144,6 +146,13 @@ class ServerSettings(BaseSettings):
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("sparse_block")
+    @classmethod
+    def _check_block(cls, value: int) -> int:
+        if value not in SPARSE_BLOCKS:
+            raise ValueError(f"allowed: {', '.join(map(str, SPARSE_BLOCKS))}")
         return value
 
     @field_validator("ice_server")

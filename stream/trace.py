@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine.types import Action
 
-TRACE_VERSION = 5
+TRACE_VERSION = 6
 """Rises where an older trace would be read, but not made again bit for bit."""
 TRACE_SUFFIX = ".trace.jsonl"
 FILE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -58,6 +58,7 @@ class TraceHeader:
     """Scheme of the products."""
     attention: str
     sparse_tau: float
+    sparse_block: int
     kernels: str
     compile: str
     torch_version: str

@@ -161,6 +161,7 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
         linear=settings.linear,
         attention=settings.attention,
         sparse_tau=settings.sparse_tau,
+        sparse_block=settings.sparse_block,
         kernels=settings.kernels,
         compiling=settings.compile,
         is_long_lived=True,

@@ -57,6 +57,7 @@ def world_spec(
     linear: str = "auto",
     attention: str = "auto",
     sparse_tau: float = 1.0,
+    sparse_block: int = 64,
     kernels: str = "auto",
     compiling: str = "auto",
     is_long_lived: bool = False,
@@ -99,6 +100,7 @@ def world_spec(
             linear=linear,
             attention=attention,  # type: ignore[arg-type]  # checked there
             sparse_tau=sparse_tau,
+            sparse_block=sparse_block,
             kernels=kernels,  # type: ignore[arg-type]  # checked there
             compile=compiling,  # type: ignore[arg-type]  # checked there
             is_long_lived=is_long_lived,

@@ -37,13 +37,14 @@ class SparseAttention:
 
     Args:
         tau: larger reads less.
+        block: keys that share a summary, one of `SPARSE_BLOCKS`.
         device: of the queries.
     """
 
     name = "sparse"
 
-    def __init__(self, tau: float, device: torch.device) -> None:
-        self.tau = tau
+    def __init__(self, tau: float, block: int, device: torch.device) -> None:
+        self.tau, self.block = tau, block
         self._tally_2 = torch.zeros(2, dtype=torch.int64, device=device)
 
     def __call__(
@@ -52,8 +53,12 @@ class SparseAttention:
         """Return [B, R, N, K]; the summary of what the queries' own keys touch is renewed."""
         summary.renew(k_BSNK, v_BSNK, q_BRNK.shape[1])
         mean_BNJK, sum_BNJK, reach_BNJ, sink_1 = summary.tensors
-        routes = sparse.route(q_BRNK, mean_BNJK, sink_1, self._tally_2, k_BSNK.shape[1], self.tau)
-        return sparse.attend(q_BRNK, k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, *routes)
+        routes = sparse.route(
+            q_BRNK, mean_BNJK, sink_1, self._tally_2, k_BSNK.shape[1], self.tau, summary.block
+        )
+        return sparse.attend(
+            q_BRNK, k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, *routes, summary.block
+        )
 
     def take_density(self) -> float:
         """Return the share of blocks that was read since the last call; waits for the device."""
@@ -85,7 +90,13 @@ def sparse_refusal(need: AttentionNeed, layers: int) -> str | None:
 
 
 def with_sparse(
-    plan: AttentionPlan, shape: AttentionShape, *, layers: int, tau: float, device: torch.device
+    plan: AttentionPlan,
+    shape: AttentionShape,
+    *,
+    layers: int,
+    tau: float,
+    block: int,
+    device: torch.device,
 ) -> AttentionPlan:
     """Let a plan read the window in part, once that agrees with reading all of it.
 
@@ -96,6 +107,7 @@ def with_sparse(
         shape: of the video rows over a full window.
         layers: of the model.
         tau: see `SparseAttention`.
+        block: see there.
         device: of the model.
 
     Raises: UnsupportedError where it cannot serve or, reading every block, is further from torch's
@@ -104,18 +116,18 @@ def with_sparse(
     reason = sparse_refusal(shape.need, layers)
     if reason is not None:
         raise UnsupportedError(f"attention sparse refuses {shape.need}: {reason}")
-    errors = route_all_errors(shape, device)
+    errors = route_all_errors(shape, block, device)
     gate = _GATE | ({"max": _LONG_MAX} if shape.keys >= _LONG_KEYS else {})
     told = ", ".join(f"{name} {errors[name]:.2e} (at most {most})" for name, most in gate.items())
     if not all(errors[name] <= most for name, most in gate.items()):
         raise UnsupportedError(
             f"attention sparse, reading every block of {shape}, differs from sdpa: {told}"
         )
-    _log.info("attention_sparse tau=%g %s, reading every block: %s", tau, shape, told)
-    return dataclasses.replace(plan, sparse=SparseAttention(tau, device))
+    _log.info("attention_sparse tau=%g block=%d %s, reading all: %s", tau, block, shape, told)
+    return dataclasses.replace(plan, sparse=SparseAttention(tau, block, device))
 
 
-def route_all_errors(shape: AttentionShape, device: torch.device) -> dict[str, float]:
+def route_all_errors(shape: AttentionShape, block: int, device: torch.device) -> dict[str, float]:
     """Distance from torch's own product where every block is read, over random rows."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -125,9 +137,10 @@ def route_all_errors(shape: AttentionShape, device: torch.device) -> dict[str, f
         return drawn.to(shape.need.dtype).transpose(1, 2)
 
     q_BRNK, k_BSNK, v_BSNK = part(shape.rows), part(shape.keys), part(shape.keys)
-    summary = KeySummary.of(k_BSNK, 0)
+    summary = KeySummary.of(k_BSNK, 0, block)
     summary.renew(k_BSNK, v_BSNK)
-    made = SparseAttention(_ROUTE_ALL, device)(q_BRNK, k_BSNK, v_BSNK, summary).float()
+    read_all = SparseAttention(_ROUTE_ALL, block, device)
+    made = read_all(q_BRNK, k_BSNK, v_BSNK, summary).float()
     expected = select_backend(shape.need, "sdpa")(q_BRNK, k_BSNK, v_BSNK).float()
     off = (made - expected).abs()
     return {

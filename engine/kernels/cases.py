@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.config import SPARSE_BLOCKS
 from engine.kernels import reference, sparse_reference
 from engine.kernels.reference import Rounding
 from engine.kernels.sparse import KeySummary
@@ -258,7 +259,7 @@ def summarize_inputs(case: Case, device: torch.device) -> dict[str, Any]:
     source, keys = Source(case, device), window_keys(case)
     shape = (case.batch_size, case.heads, keys + 1, case.width)
     k, v = (source.normal(*shape).transpose(1, 2)[:, :keys] for _ in range(2))
-    summary = KeySummary.of(k, case.rows)
+    summary = KeySummary.of(k, case.rows, SPARSE_BLOCKS[-1])
     return {
         "k_BSNK": k,
         "v_BSNK": v,
@@ -266,19 +267,20 @@ def summarize_inputs(case: Case, device: torch.device) -> dict[str, Any]:
         "sum_BNJK": summary.sum_BNJK,
         "reach_BNJ": summary.reach_BNJ,
         "rows": keys,
+        "block": summary.block,
     }
 
 
 def sparse_inputs(case: Case, device: torch.device) -> dict[str, Any]:
     """Arguments of `sparse.attend`: a good half of the blocks is read key by key."""
     given = summarize_inputs(case, device)
-    keys = given.pop("rows")
+    keys, block = given.pop("rows"), given["block"]
     sparse_reference.summarize(**given, rows=keys)
     q_BRNK = Source(case, device).rows(case.heads, case.width)
     sink_1 = torch.ones(1, dtype=torch.int32, device=device)
     exact, listed, count = sparse_reference.route(
         q_BRNK, given["mean_BNJK"], sink_1, torch.zeros(2, dtype=torch.int64, device=device),
-        sparse_reference.own_block(case.rows, keys), 0.5,
+        sparse_reference.own_block(case.rows, keys, block), 0.5, block,
     )  # fmt: skip
     routes = {"exact_BNTJ": exact, "list_BNTJ": listed, "count_BNT": count}
     return {"q_BRNK": q_BRNK} | given | routes

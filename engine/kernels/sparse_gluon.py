@@ -38,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine.kernels.sparse_reference import KEY_BLOCK, QUERY_TILE
-from engine.kernels.sparse_triton import score_scale
+from engine.kernels.sparse_reference import tile_rows
+from engine.kernels.sparse_triton import HOPPER_BLOCK, score_scale
 
 BUFFERS, REGISTERS, MAX_REGISTERS = 8, 240, 168
 """Of keys or values; of a thread that computes, after the loading warp has given some away; of a
@@ -278,7 +278,7 @@ def attend_kernel(
 
 def _descriptor(x_NSK: Tensor) -> TensorDescriptor:
     """Rows of one head as they are copied; what lies past the last one reads as zero."""
-    block = [1, KEY_BLOCK, x_NSK.shape[-1]]
+    block = [1, HOPPER_BLOCK, x_NSK.shape[-1]]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
     return TensorDescriptor(x_NSK, list(x_NSK.shape), list(x_NSK.stride()), block, layout)
 
@@ -293,19 +293,21 @@ def attend(
     exact_BNTJ: Tensor,
     list_BNTJ: Tensor,
     count_BNT: Tensor,
+    block: int,
 ) -> Tensor:
-    """Launch for checked arguments in bf16 with heads of 128."""
+    """Launch for checked arguments in bf16 with heads of 128 and blocks of `HOPPER_BLOCK` keys."""
+    tile = tile_rows(block)
     _, rows, heads, width = q_BRNK.shape
     o_BRNK = torch.empty_like(q_BRNK, memory_format=torch.contiguous_format)
     for q, k, v, mean, sum_, reach, exact, listed, count, o in zip(
         q_BRNK, k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, exact_BNTJ, list_BNTJ, count_BNT,
         o_BRNK, strict=True,
     ):  # fmt: skip
-        attend_kernel[(triton.cdiv(rows, QUERY_TILE), heads)](
+        attend_kernel[(triton.cdiv(rows, tile), heads)](
             q, o, _descriptor(k.transpose(0, 1)), _descriptor(v.transpose(0, 1)),
             _descriptor(mean), _descriptor(sum_), reach, exact, listed, count, rows, k.shape[0],
             reach.shape[1], score_scale(width), *q.stride()[:2], *o.stride()[:2],
-            KEYS=KEY_BLOCK, TILE=QUERY_TILE, WIDTH=width, BUFFERS=BUFFERS, REGISTERS=REGISTERS,
+            KEYS=block, TILE=tile, WIDTH=width, BUFFERS=BUFFERS, REGISTERS=REGISTERS,
             num_warps=4, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
     return o_BRNK

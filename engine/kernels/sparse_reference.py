@@ -1,6 +1,6 @@
 """Plain forms of `sparse`: oracles of its kernels, and what runs on a CPU.
 
-Owns the formulas in torch and the sizes of blocks. Shapes and names: see `sparse`.
+Owns the formulas in torch, and how keys and queries are parted. Shapes and names: see `sparse`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KEY_BLOCK = 64
-"""Keys that share a summary."""
-QUERY_TILE = 128
-"""Queries that share a route."""
 _VARIANCE_FLOOR = 1e-6
 
 
-def block_count(keys: int) -> int:
-    """Blocks of so many keys, the last of which may be short."""
-    return -(-keys // KEY_BLOCK)
+def tile_rows(block: int) -> int:
+    """Queries that share a route, where so many keys share a summary."""
+    return 2 * block
 
 
-def own_block(rows: int, keys: int) -> int:
-    """First block from 64 keys before the queries on, which are the last ``rows`` of the keys."""
-    return max(0, keys - rows - KEY_BLOCK) // KEY_BLOCK
+def block_count(keys: int, block: int) -> int:
+    """Blocks of ``block`` keys, the last of which may be short."""
+    return -(-keys // block)
 
 
-def lengths(blocks: int, keys: int, like: Tensor) -> Tensor:
+def own_block(rows: int, keys: int, block: int) -> int:
+    """First block from ``block`` keys before the queries on, which are the last of the keys."""
+    return max(0, keys - rows - block) // block
+
+
+def lengths(blocks: int, keys: int, block: int, like: Tensor) -> Tensor:
     """Keys of each block, [J], in the dtype of ``like``."""
-    begins = torch.arange(blocks, device=like.device) * KEY_BLOCK
-    return (keys - begins).clamp(max=KEY_BLOCK).to(like.dtype)
+    begins = torch.arange(blocks, device=like.device) * block
+    return (keys - begins).clamp(max=block).to(like.dtype)
 
 
 def summarize(
@@ -41,43 +42,51 @@ def summarize(
     sum_BNJK: Tensor,
     reach_BNJ: Tensor,
     rows: int,
+    block: int,
 ) -> None:
     """Write the summaries of the blocks from that of `own_block` on."""
     keys = k_BSNK.shape[1]
-    first = own_block(rows, keys)
-    begin = first * KEY_BLOCK
-    blocks = block_count(keys) - first
-    pad = blocks * KEY_BLOCK - (keys - begin)
+    first = own_block(rows, keys, block)
+    begin = first * block
+    blocks = block_count(keys, block) - first
+    pad = blocks * block - (keys - begin)
 
     def parted(x_BSNK: Tensor) -> Tensor:
         x_BNSK = _wide(x_BSNK[:, begin:].transpose(1, 2))
-        return F.pad(x_BNSK, (0, 0, 0, pad)).unflatten(2, (blocks, KEY_BLOCK))
+        return F.pad(x_BNSK, (0, 0, 0, pad)).unflatten(2, (blocks, block))
 
     k_BNJsK = parted(k_BSNK)
-    counts_J = lengths(block_count(keys), keys, k_BNJsK)[first:]
+    counts_J = lengths(block_count(keys, block), keys, block, k_BNJsK)[first:]
     mean_BNJK[:, :, first:] = k_BNJsK.sum(3) / counts_J[:, None]
     sum_BNJK[:, :, first:] = parted(v_BSNK).sum(3)
     reach_BNJ[:, :, first:] = k_BNJsK.square().sum(-1).amax(-1).sqrt()
 
 
 def route(
-    q_BRNK: Tensor, mean_BNJK: Tensor, sink_1: Tensor, tally_2: Tensor, own: int, tau: float
+    q_BRNK: Tensor,
+    mean_BNJK: Tensor,
+    sink_1: Tensor,
+    tally_2: Tensor,
+    own: int,
+    tau: float,
+    block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the blocks of each tile; those from ``own`` on are always among them."""
     rows, blocks = q_BRNK.shape[1], mean_BNJK.shape[2]
-    tiles = -(-rows // QUERY_TILE)
-    q_BNRK = F.pad(_wide(q_BRNK.transpose(1, 2)), (0, 0, 0, tiles * QUERY_TILE - rows))
-    begins = torch.arange(tiles, device=q_BRNK.device) * QUERY_TILE
-    counts_T = (rows - begins).clamp(max=QUERY_TILE).to(q_BNRK.dtype)
-    mean_query_BNTK = q_BNRK.unflatten(2, (tiles, QUERY_TILE)).sum(3) / counts_T[:, None]
+    tile = tile_rows(block)
+    tiles = -(-rows // tile)
+    q_BNRK = F.pad(_wide(q_BRNK.transpose(1, 2)), (0, 0, 0, tiles * tile - rows))
+    begins = torch.arange(tiles, device=q_BRNK.device) * tile
+    counts_T = (rows - begins).clamp(max=tile).to(q_BNRK.dtype)
+    mean_query_BNTK = q_BNRK.unflatten(2, (tiles, tile)).sum(3) / counts_T[:, None]
     scores_BNTJ = _scale(q_BRNK) * mean_query_BNTK @ _wide(mean_BNJK).mT
     variance = scores_BNTJ.var(-1, unbiased=False, keepdim=True)
     limit = scores_BNTJ.mean(-1, keepdim=True) + tau * (variance + _VARIANCE_FLOOR).sqrt()
-    block = torch.arange(blocks, device=q_BRNK.device)
-    exact_BNTJ = (scores_BNTJ > limit) | (block < sink_1) | (block >= own)
+    index_J = torch.arange(blocks, device=q_BRNK.device)
+    exact_BNTJ = (scores_BNTJ > limit) | (index_J < sink_1) | (index_J >= own)
     tally_2[0] += exact_BNTJ.sum()
     tally_2[1] += exact_BNTJ.numel()
-    listed = exact_BNTJ & (block < blocks - 1)
+    listed = exact_BNTJ & (index_J < blocks - 1)
     order = torch.argsort(listed.to(torch.int8), dim=-1, descending=True, stable=True)
     return exact_BNTJ.to(torch.int8), order.to(torch.int32), listed.sum(-1, dtype=torch.int32)
 
@@ -92,6 +101,7 @@ def attend(
     exact_BNTJ: Tensor,
     list_BNTJ: Tensor,
     count_BNT: Tensor,
+    block: int,
 ) -> Tensor:
     """Softmax over all keys and all means, of which those are masked that do not count.
 
@@ -101,13 +111,13 @@ def attend(
     keys, dtype = k_BSNK.shape[1], q_BRNK.dtype
     q, k, v = (_wide(part.transpose(1, 2)) for part in (q_BRNK, k_BSNK, v_BSNK))
     mean, sum_ = _wide(mean_BNJK), _wide(sum_BNJK)
-    counts_J, scale = lengths(mean.shape[2], keys, q), _scale(q_BRNK)
+    counts_J, scale = lengths(mean.shape[2], keys, block, q), _scale(q_BRNK)
     out = []
     # Tile by tile: scores of all rows at once would be gigabytes.
-    for tile, q_tile in enumerate(q.split(QUERY_TILE, dim=2)):
+    for tile, q_tile in enumerate(q.split(tile_rows(block), dim=2)):
         is_read = exact_BNTJ[:, :, tile, None] != 0
         of_keys = scale * q_tile @ k.mT
-        is_key_read = is_read.repeat_interleave(KEY_BLOCK, dim=-1)[..., :keys]
+        is_key_read = is_read.repeat_interleave(block, dim=-1)[..., :keys]
         of_keys = of_keys.masked_fill(~is_key_read, -math.inf)
         of_means = (scale * q_tile @ mean.mT).masked_fill(is_read, -math.inf)
         top = torch.maximum(of_keys.amax(-1, keepdim=True), of_means.amax(-1, keepdim=True))

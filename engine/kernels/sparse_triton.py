@@ -19,14 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.rows_triton import AS_WRITTEN
-from engine.kernels.sparse_reference import KEY_BLOCK, QUERY_TILE, own_block
+from engine.kernels.sparse_reference import own_block, tile_rows
 
-_KEYS, _TILE = tl.constexpr(KEY_BLOCK), tl.constexpr(QUERY_TILE)
 _ROWS = 64
-"""Queries of a program of `attend`, half a tile: a form like this took 0.84 ms against 0.97 with
-all of it, 1950 queries over 13526 keys, 56 heads of 128, four tenths read, H200."""
+"""Queries of a program of `attend` at most. They are half a tile where blocks have 64 keys: a form
+like this took 0.84 ms against 0.97 with all of it, 1950 queries over 13526 keys, 56 heads of 128,
+four tenths read, H200."""
 _LEAST_SIDE = 16
 """Of a product on a GPU."""
+HOPPER_BLOCK = 64
+"""Keys of a block that `sparse_gluon` is made for."""
 
 
 def score_scale(width: int) -> float:
@@ -34,9 +36,11 @@ def score_scale(width: int) -> float:
     return math.log2(math.e) / math.sqrt(width)
 
 
-def is_for_hopper(q_BRNK: Tensor) -> bool:
-    """Whether `sparse_gluon` serves such queries."""
-    if q_BRNK.device.type != "cuda" or q_BRNK.dtype != torch.bfloat16 or q_BRNK.shape[-1] != 128:
+def is_for_hopper(q_BRNK: Tensor, block: int) -> bool:
+    """Whether `sparse_gluon` serves such queries over blocks of so many keys."""
+    if q_BRNK.device.type != "cuda" or q_BRNK.dtype != torch.bfloat16:
+        return False
+    if q_BRNK.shape[-1] != 128 or block != HOPPER_BLOCK:
         return False
     return torch.cuda.get_device_capability(q_BRNK.device) == (9, 0) and _has_gluon()
 
@@ -54,11 +58,11 @@ def _has_gluon() -> bool:
 def _summarize_kernel(
     k_ptr, v_ptr, mean_ptr, sum_ptr, reach_ptr, keys, blocks, first,
     k_batch, k_row, k_head, v_batch, v_row, v_head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block, plane = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
     batch, head = plane // HEADS, plane % HEADS
-    key = (block * _KEYS + tl.arange(0, _KEYS))[:, None]
+    key = (block * KEYS + tl.arange(0, KEYS))[:, None]
     column = tl.arange(0, COLUMNS)
     mask = (key < keys) & (column < WIDTH)[None, :]
     row = key.to(tl.int64)
@@ -66,7 +70,7 @@ def _summarize_kernel(
     v_at = v_ptr + batch * v_batch + head * v_head + row * v_row + column[None, :]
     k = tl.load(k_at, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(v_at, mask=mask, other=0.0).to(tl.float32)
-    count = tl.minimum(keys - block * _KEYS, _KEYS).to(tl.float32)
+    count = tl.minimum(keys - block * KEYS, KEYS).to(tl.float32)
     at = plane * blocks + block
     kind: tl.constexpr = mean_ptr.dtype.element_ty
     mean, sum_ = tl.sum(k, axis=0) / count, tl.sum(v, axis=0)
@@ -80,16 +84,16 @@ def _route_kernel(
     q_ptr, mean_ptr, sink_ptr, tally_ptr, exact_ptr, list_ptr, count_ptr, rows, blocks, own,
     scale, tau, q_batch, q_row, q_head,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
-    GROUPS_PAD: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_ptr += plane // HEADS * q_batch + plane % HEADS * q_head
-    row = tile * _TILE + tl.arange(0, _TILE)
+    row = tile * TILE + tl.arange(0, TILE)
     column = tl.arange(0, COLUMNS)
     q_at = q_ptr + row.to(tl.int64)[:, None] * q_row + column[None, :]
     q_mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0).to(tl.float32)
-    count = tl.minimum(rows - tile * _TILE, _TILE).to(tl.float32)
+    count = tl.minimum(rows - tile * TILE, TILE).to(tl.float32)
     query = tl.sum(q, axis=0) * (scale / count)
     scores = tl.zeros((GROUPS_PAD, 64), tl.float32)
     for group in tl.static_range(GROUPS):
@@ -122,6 +126,7 @@ def _attend_kernel(
     rows, keys, blocks, tiles, scale, q_batch, q_row, q_head, k_batch, k_row, k_head,
     v_batch, v_row, v_head, o_batch, o_row, o_head,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // HEADS, plane % HEADS
@@ -133,7 +138,7 @@ def _attend_kernel(
     kind: tl.constexpr = q_ptr.dtype.element_ty
     q_at = q_ptr + batch * q_batch + head * q_head + wide_row * q_row + column[None, :]
     q = tl.load(q_at, mask=q_mask, other=0.0)
-    at = plane * tiles + tl.program_id(0) * ROWS // _TILE
+    at = plane * tiles + tl.program_id(0) * ROWS // TILE
     exact_ptr += at * blocks
     list_ptr += at * blocks
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -148,7 +153,7 @@ def _attend_kernel(
         mean = tl.load(mean_ptr + cell, mask=is_block[:, None] & is_column, other=0.0)
         sums = tl.load(sum_ptr + cell, mask=is_block[:, None] & is_column, other=0.0)
         is_exact = tl.load(exact_ptr + block, mask=is_block, other=1) != 0
-        count = tl.minimum(keys - block * _KEYS, _KEYS).to(tl.float32)
+        count = tl.minimum(keys - block * KEYS, KEYS).to(tl.float32)
         score = tl.dot(q, tl.trans(mean), input_precision="ieee") * scale
         score = tl.where(is_block[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1))
@@ -164,7 +169,7 @@ def _attend_kernel(
     for index in tl.range(0, listed + 1):
         # The last block of all, which may be short, comes behind the list.
         block = tl.load(list_ptr + index, mask=index < listed, other=blocks - 1)
-        key = block.to(tl.int64) * _KEYS + tl.arange(0, _KEYS)
+        key = block.to(tl.int64) * KEYS + tl.arange(0, KEYS)
         mask = (key < keys)[:, None] & is_column
         k = tl.load(k_ptr + key[:, None] * k_row + column[None, :], mask=mask, other=0.0)
         v = tl.load(v_ptr + key[:, None] * v_row + column[None, :], mask=mask, other=0.0)
@@ -191,23 +196,30 @@ def summarize(
     sum_BNJK: Tensor,
     reach_BNJ: Tensor,
     rows: int,
+    block: int,
 ) -> None:
     """Launch for checked arguments."""
     batch_size, keys, heads, width = k_BSNK.shape
-    blocks, first = reach_BNJ.shape[2], own_block(rows, keys)
+    blocks, first = reach_BNJ.shape[2], own_block(rows, keys, block)
     _summarize_kernel[(blocks - first, batch_size * heads)](
         k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, keys, blocks, first, *k_BSNK.stride()[:3],
-        *v_BSNK.stride()[:3], HEADS=heads, WIDTH=width, COLUMNS=_columns(width), num_warps=4,
-        **AS_WRITTEN,
+        *v_BSNK.stride()[:3], HEADS=heads, WIDTH=width, COLUMNS=_columns(width), KEYS=block,
+        num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
 
 
 def route(
-    q_BRNK: Tensor, mean_BNJK: Tensor, sink_1: Tensor, tally_2: Tensor, own: int, tau: float
+    q_BRNK: Tensor,
+    mean_BNJK: Tensor,
+    sink_1: Tensor,
+    tally_2: Tensor,
+    own: int,
+    tau: float,
+    block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch for checked arguments."""
     batch_size, rows, heads, width = q_BRNK.shape
-    blocks, tiles = mean_BNJK.shape[2], triton.cdiv(rows, QUERY_TILE)
+    blocks, tiles = mean_BNJK.shape[2], triton.cdiv(rows, tile_rows(block))
     groups = triton.cdiv(blocks, 64)
     exact_BNTJ = q_BRNK.new_empty((batch_size, heads, tiles, blocks), dtype=torch.int8)
     list_BNTJ = torch.empty_like(exact_BNTJ, dtype=torch.int32)
@@ -216,7 +228,7 @@ def route(
         q_BRNK, mean_BNJK, sink_1, tally_2, exact_BNTJ, list_BNTJ, count_BNT, rows, blocks, own,
         score_scale(width), float(tau), *q_BRNK.stride()[:3], HEADS=heads, WIDTH=width,
         COLUMNS=_columns(width), GROUPS=groups, GROUPS_PAD=triton.next_power_of_2(groups),
-        num_warps=4, **AS_WRITTEN,
+        TILE=tile_rows(block), num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
     return exact_BNTJ, list_BNTJ, count_BNT
 
@@ -231,14 +243,18 @@ def attend(
     exact_BNTJ: Tensor,
     list_BNTJ: Tensor,
     count_BNT: Tensor,
+    block: int,
 ) -> Tensor:
     """Launch for checked arguments."""
     batch_size, rows, heads, width = q_BRNK.shape
     o_BRNK = q_BRNK.new_empty(q_BRNK.shape)
-    _attend_kernel[(triton.cdiv(rows, _ROWS), batch_size * heads)](
+    tile = tile_rows(block)
+    program_rows = min(_ROWS, tile)
+    _attend_kernel[(triton.cdiv(rows, program_rows), batch_size * heads)](
         q_BRNK, k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, exact_BNTJ, list_BNTJ, count_BNT, o_BRNK,
         rows, k_BSNK.shape[1], exact_BNTJ.shape[3], exact_BNTJ.shape[2], score_scale(width),
         *q_BRNK.stride()[:3], *k_BSNK.stride()[:3], *v_BSNK.stride()[:3], *o_BRNK.stride()[:3],
-        HEADS=heads, WIDTH=width, COLUMNS=_columns(width), ROWS=_ROWS, num_warps=4, num_stages=3,
+        HEADS=heads, WIDTH=width, COLUMNS=_columns(width), ROWS=program_rows, KEYS=block,
+        TILE=tile, num_warps=4, num_stages=3,
     )  # fmt: skip
     return o_BRNK

@@ -56,6 +56,8 @@ class Models:
     """Backend of the attention over the window (`engine.attention`)."""
     sparse_tau: float | None = None
     """Threshold of sparse attention, where it is in use."""
+    sparse_block: int | None = None
+    """Keys of its blocks."""
 
     @property
     def config(self) -> ModelConfig:
@@ -77,6 +79,7 @@ def load(
     linear: str = "bf16",
     attention: AttentionName = "auto",
     sparse_tau: float = 1.0,
+    sparse_block: int = 64,
 ) -> Models:
     """Load models in one dtype.
 
@@ -89,19 +92,23 @@ def load(
         linear: scheme of the linears of the blocks; "bf16" leaves them in `dtype`.
         attention: backend of the attention over the window, or "sparse".
         sparse_tau: see `SparseAttention`.
+        sparse_block: see `EngineConfig`.
 
     Raises: FileNotFoundError or CheckpointError when the folder is neither, ConfigError for a
         scheme, backend or threshold that is no such thing, UnsupportedError for one that this
         device lacks.
     """
-    EngineConfig(attention=attention, sparse_tau=sparse_tau)  # refuses what is no threshold
+    # Refuses what is no threshold and no size of a block.
+    EngineConfig(attention=attention, sparse_tau=sparse_tau, sparse_block=sparse_block)
     sizes = preset("mini").model
     check_linears(linear, sizes, device, dtype)
     need = AttentionNeed.on(device, dtype, sizes.attention_head_dim)
     plan = AttentionPlan.of(select_backend(need, "auto" if attention == "sparse" else attention))
     if attention == "sparse":
         shape = group_shapes(sizes, sizes.num_attention_heads, need)[-1]
-        plan = with_sparse(plan, shape, layers=sizes.num_layers, tau=sparse_tau, device=device)
+        plan = with_sparse(
+            plan, shape, layers=sizes.num_layers, tau=sparse_tau, block=sparse_block, device=device
+        )
     model, text, vae, label, weights_hash = _parts(source, device, dtype, stage)
     model.eval().requires_grad_(False)
     quantize_(model, scheme_of(linear))
@@ -114,6 +121,7 @@ def load(
         linear=linear,
         attention=plan.names["video"],
         sparse_tau=None if plan.sparse is None else plan.sparse.tau,
+        sparse_block=None if plan.sparse is None else plan.sparse.block,
     )
 
 

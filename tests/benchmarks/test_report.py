@@ -108,13 +108,14 @@ def test_quality_marks_what_is_missed_and_counts_all_targets(tmp_path: Path) -> 
 def test_approximations_show_the_last_record_of_each_form(tmp_path: Path) -> None:
     shown = {"item": "yaw", "name": "median error, chunk 12", "exact": 0.0621, "verdict": "kept"}
     record = {
-        "linear": "fp8_rowwise", "attention": "sdpa", "sparse_tau": None, "cases": 64,
-        "gpu": "A GPU", "commit": "abc1234",
+        "linear": "fp8_rowwise", "attention": "sdpa", "sparse_tau": None,
+        "sparse_block": None, "cases": 64, "gpu": "A GPU", "commit": "abc1234",
         "figures": [shown | {"approximate": 0.07}, shown | {"name": "other", "verdict": "worse"}],
     }  # fmt: skip
     broken = record | {
         "attention": "sparse",
         "sparse_tau": 1.25,
+        "sparse_block": 8,
         "figures": [shown | {"approximate": None}],
     }
     path = tmp_path / "quality.jsonl"
@@ -122,7 +123,7 @@ def test_approximations_show_the_last_record_of_each_form(tmp_path: Path) -> Non
     text = report.card_section(_quality(tmp_path / "figures.json"), path, tmp_path / "missing")
     assert text.count("fp8_rowwise, sdpa, 64 clips |  |  |  | 0.0621 -> 0.07 |") == 1
     assert "| 1 of 2 | abc1234 |" in text
-    assert "| fp8_rowwise, sparse at 1.25, 64 clips |" in text
+    assert "| fp8_rowwise, sparse at 1.25, blocks of 8, 64 clips |" in text
     assert "0.0621 -> - |" in text
 
 
@@ -132,7 +133,8 @@ def test_approximations_show_the_last_record_of_each_form(tmp_path: Path) -> Non
 def test_approximations_say_what_a_control_gave(tmp_path: Path, dtype: str, words: str) -> None:
     shown = {"item": "yaw", "name": "median error, chunk 12", "exact": 0.06, "approximate": 0.07}
     record = {
-        "linear": "fp8_rowwise", "attention": "sdpa", "sparse_tau": None, "cases": 64,
+        "linear": "fp8_rowwise", "attention": "sdpa", "sparse_tau": None,
+        "sparse_block": None, "cases": 64,
         "gpu": "A GPU", "commit": "abc1234", "dtype": "bfloat16", "control": {"dtype": dtype},
         "figures": [shown | {"verdict": "kept", "verdict_alone": "worse"}],
     }  # fmt: skip

@@ -39,9 +39,9 @@ NEED = AttentionNeed(device_type="cpu", dtype=torch.float32, head_dim=32)
 SHAPE = AttentionShape(group="video", rows=80, keys=523, heads=2, need=NEED)
 
 
-def _plan(tau: float = 1.0) -> AttentionPlan:
+def _plan(tau: float = 1.0, block: int = 64) -> AttentionPlan:
     dense = AttentionPlan.of(select_backend(NEED))
-    return dataclasses.replace(dense, sparse=SparseAttention(tau, CPU))
+    return dataclasses.replace(dense, sparse=SparseAttention(tau, block, CPU))
 
 
 def _eventful(core: RolloutCore) -> list[torch.Tensor]:
@@ -75,6 +75,13 @@ def packed(model):
 def test_the_plain_cache_gives_the_same_bits(model, packed):
     core = RolloutCore(model, CoreOptions(packed_history=False), attention=_plan())
     assert all(torch.equal(*pair) for pair in zip(packed, _eventful(core), strict=True))
+
+
+def test_both_caches_keep_short_blocks(model, packed):
+    made = _eventful(RolloutCore(model, attention=_plan(block=8)))
+    plain = RolloutCore(model, CoreOptions(packed_history=False), attention=_plan(block=8))
+    assert all(torch.equal(*pair) for pair in zip(made, _eventful(plain), strict=True))
+    assert not torch.equal(made[-1], packed[-1])
 
 
 def test_recorded_passes_give_the_same_bits(model, packed):
@@ -141,9 +148,9 @@ def test_heads_are_independent_so_that_ranks_can_share_them():
 
     def run(heads: slice) -> torch.Tensor:
         parts = [part[:, :, heads] for part in (q, k, v)]
-        summary = KeySummary.of(parts[1], 70)
+        summary = KeySummary.of(parts[1], 70, 64)
         summary.renew(parts[1], parts[2])
-        return SparseAttention(1.0, CPU)(*parts, summary)
+        return SparseAttention(1.0, 64, CPU)(*parts, summary)
 
     halves = torch.cat([run(slice(0, 2)), run(slice(2, 4))], dim=2)
     torch.testing.assert_close(halves, run(slice(0, 4)), atol=FP32_ATOL, rtol=FP32_RTOL)
@@ -151,18 +158,18 @@ def test_heads_are_independent_so_that_ranks_can_share_them():
 
 def test_it_serves_once_it_agrees_with_torch():
     plan = with_sparse(
-        AttentionPlan.of(select_backend(NEED)), SHAPE, layers=3, tau=1.25, device=CPU
+        AttentionPlan.of(select_backend(NEED)), SHAPE, layers=3, tau=1.25, block=8, device=CPU
     )
     assert plan.sparse is not None
-    assert plan.sparse.tau == 1.25
+    assert (plan.sparse.tau, plan.sparse.block) == (1.25, 8)
     assert plan.video.name == "sdpa"
 
 
 def test_what_does_not_agree_is_refused_with_its_figures(monkeypatch):
     monkeypatch.setattr(sparse, "attend", lambda q, *others: torch.zeros_like(q))
-    assert route_all_errors(SHAPE, CPU)["rel_l2"] == pytest.approx(1.0)
+    assert route_all_errors(SHAPE, 64, CPU)["rel_l2"] == pytest.approx(1.0)
     with pytest.raises(UnsupportedError, match=r"differs from sdpa: .*rel_l2 1.00e\+00 \(at most"):
-        with_sparse(_plan(), SHAPE, layers=3, tau=1.0, device=CPU)
+        with_sparse(_plan(), SHAPE, layers=3, tau=1.0, block=64, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +184,7 @@ def test_what_does_not_agree_is_refused_with_its_figures(monkeypatch):
 def test_what_it_cannot_serve_is_refused(changes, layers, reason):
     shape = dataclasses.replace(SHAPE, need=dataclasses.replace(NEED, **changes))
     with pytest.raises(UnsupportedError, match=reason):
-        with_sparse(_plan(), shape, layers=layers, tau=1.0, device=CPU)
+        with_sparse(_plan(), shape, layers=layers, tau=1.0, block=64, device=CPU)
 
 
 @pytest.mark.parametrize("tau", [8.5, -9.0, float("nan"), float("inf")])
@@ -186,28 +193,40 @@ def test_a_threshold_that_is_none_is_refused(tau):
         EngineConfig(attention="sparse", sparse_tau=tau)
 
 
+@pytest.mark.parametrize("block", [0, 12, 128])
+def test_a_size_of_blocks_that_is_none_is_refused(block):
+    with pytest.raises(ConfigError, match=f"sparse_block is {block}; allowed: 8, 16, 32, 64"):
+        EngineConfig(attention="sparse", sparse_block=block)
+
+
 def test_an_engine_has_it_by_its_name():
-    config = EngineConfig(device="cpu", dtype="float32", attention="sparse", sparse_tau=1.5)
+    config = EngineConfig(
+        device="cpu", dtype="float32", attention="sparse", sparse_tau=1.5, sparse_block=16
+    )
     engine = Engine.from_random(CONFIG, config)
     assert engine.core.attention.sparse is not None
     assert engine.core.attention.sparse.tau == 1.5
+    assert engine.core.attention.sparse.block == 16
     assert engine.core.attention.audio.name == "sdpa"
     engine.close()
 
 
-def test_the_plan_counts_what_is_allocated():
+@pytest.mark.parametrize("block", [8, 64])
+def test_the_plan_counts_what_is_allocated(block):
     config: ModelConfig = CONFIG
     shape = BufferShape(
         batch_size=1, heads=config.num_attention_heads, prefix_room=prefix_row_count(config)
     )
-    buffers = allocate(config, shape, device=CPU, dtype=torch.bfloat16, has_summaries=True)
+    buffers = allocate(config, shape, device=CPU, dtype=torch.bfloat16, sparse_block=block)
     found = sum(
         part.nbytes
         for each in buffers.summaries
         if each is not None
         for part in (each.mean_BNJK, each.sum_BNJK, each.reach_BNJ)
     )
-    assert summary_bytes(config, 2) == found
-    asked = EngineConfig(dtype="bfloat16", linear="bf16", attention="sparse", free_adaln=False)
+    assert summary_bytes(config, 2, block) == found
+    asked = EngineConfig(
+        dtype="bfloat16", linear="bf16", attention="sparse", sparse_block=block, free_adaln=False
+    )
     parts = {part.name: part.playing for part in engine_parts(config, asked, is_cuda=False)}
     assert parts["summaries"] == found

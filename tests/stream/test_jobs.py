@@ -111,6 +111,7 @@ def test_length_in_chunks(tmp_path: Path, changes: dict[str, object], chunk_coun
         ({"attention": "spars"}, ["attention", "'spars'", "sparse"]),
         ({"sparse_tau": "much"}, ["sparse_tau", "'much'", "a number"]),
         ({"sparse_tau": 9}, ["sparse_tau", "9", "-8.0 to 8.0"]),
+        ({"sparse_block": 12}, ["sparse_block", "'12'", "8, 16, 32, 64"]),
         ({"scene": None}, ["neither"]),
         ({"image": "a.png"}, ["both"]),
         ({"renderer": True, "preset": "tiny", "weights": "random"}, ["renderer", "mini"]),

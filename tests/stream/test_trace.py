@@ -38,6 +38,7 @@ HEADER = TraceHeader(
     linear="bf16",
     attention="sparse",
     sparse_tau=1.25,
+    sparse_block=32,
     kernels="off",
     compile="off",
     thread_count=1,
@@ -113,7 +114,7 @@ def _replace_line(path: Path, index: int, line: str) -> None:
         (0, "{}", "header line"),
         (0, json.dumps({"type": "header", "version": 99}), "version 99"),
         # Keys were in another order then, so that sums were rounded otherwise.
-        (0, json.dumps({"type": "header", "version": 4}), "version 4; allowed: 5"),
+        (0, json.dumps({"type": "header", "version": 4}), "version 4; allowed: 6"),
         (0, json.dumps({"type": "header", "version": TRACE_VERSION}), "prompt"),
         (1, "{", "line 2 is not JSON"),
         (1, "[]", "line 2 is not an object"),

@@ -41,13 +41,14 @@ def rows(keys: int, queries: int, heads: int, width: int, *, spread: str = "norm
     return q, k, v
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, tau: float, prefix: int = 70, form=sparse.attend):
+def attended(q: Tensor, k: Tensor, v: Tensor, tau: float, prefix: int = 70, form=sparse.attend,
+             block: int = 64):  # fmt: skip
     """Output, which blocks were read, and the tally."""
-    summary, tally_2 = KeySummary.of(k, prefix), torch.zeros(2, dtype=torch.int64, device=k.device)
+    summary, tally_2 = KeySummary.of(k, prefix, block), torch.zeros(2, device=k.device).long()
     summary.renew(k, v)
     mean, sum_, reach, sink_1 = summary.tensors
-    routes = sparse.route(q, mean, sink_1, tally_2, k.shape[1], tau)
-    return form(q, k, v, mean, sum_, reach, *routes), routes[0], tally_2
+    routes = sparse.route(q, mean, sink_1, tally_2, k.shape[1], tau, block)
+    return form(q, k, v, mean, sum_, reach, *routes, block), routes[0], tally_2
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,6 +83,42 @@ def test_a_block_of_equal_keys_need_not_be_read():
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("block", [8, 16])
+def test_short_blocks_are_softmax_over_keys_and_means(block):
+    """Each key of a block that is not read has the weight and the value of the block's mean."""
+    q, k, v = rows(203, 37, 2, 32)
+    made, read, _ = attended(q, k, v, 0.5, prefix=11, block=block)
+    assert read.shape == (1, 2, -(-37 // (2 * block)), -(-203 // block))
+    for row in range(37):
+        for head in range(2):
+            keys, values = k[0, :, head].clone(), v[0, :, head].clone()
+            for at, is_read in enumerate(read[0, head, row // (2 * block)].tolist()):
+                if not is_read:
+                    part = slice(at * block, (at + 1) * block)
+                    keys[part], values[part] = keys[part].mean(0), values[part].mean(0)
+            weights = torch.softmax(keys @ q[0, row, head] / math.sqrt(32), dim=0)
+            torch.testing.assert_close(
+                made[0, row, head], weights @ values, atol=FP32_ATOL, rtol=FP32_RTOL
+            )
+
+
+@pytest.mark.cpu
+def test_reading_every_short_block_is_attention():
+    q, k, v = rows(203, 37, 2, 32)
+    made, read, _ = attended(q, k, v, -1000.0, block=8)
+    assert read.all()
+    torch.testing.assert_close(made, dense(q, k, v), atol=FP32_ATOL, rtol=FP32_RTOL)
+
+
+@pytest.mark.cpu
+def test_what_is_always_read_follows_the_block():
+    q, k, v = rows(203, 37, 2, 32)
+    _, read, _ = attended(q, k, v, 8.0, prefix=11, block=8)
+    # 11 rows reach into block 1; queries begin at key 166, 8 before them is in block 19 of 26.
+    assert read[0, 0, 0].tolist() == [1, 1, *[0] * 17, *[1] * 7]
+
+
+@pytest.mark.cpu
 def test_prefix_and_surroundings_of_the_queries_are_always_read():
     q, k, v = rows(1000, 100, 3, 32)
     _, read, _ = attended(q, k, v, 8.0, prefix=70)
@@ -107,7 +144,7 @@ def test_what_is_read_is_counted():
 @pytest.mark.cpu
 def test_renewing_the_last_rows_renews_all_that_they_touch():
     _, k, v = rows(1000, 100, 2, 32)
-    whole, part = KeySummary.of(k, 70), KeySummary.of(k, 70)
+    whole, part = KeySummary.of(k, 70, 64), KeySummary.of(k, 70, 64)
     part.renew(k, v)
     k[:, 900:], v[:, 900:] = k[:, 900:] + 1.0, v[:, 900:] + 1.0
     part.renew(k, v, rows=100)
@@ -119,8 +156,8 @@ def test_renewing_the_last_rows_renews_all_that_they_touch():
 @pytest.mark.cpu
 def test_a_shorter_window_is_summarized_in_the_same_memory():
     _, k, v = rows(1000, 100, 2, 32)
-    room = KeySummary.of(k, 70)
-    short, expected = room.first(500), KeySummary.of(k[:, :500], 70)
+    room = KeySummary.of(k, 70, 64)
+    short, expected = room.first(500), KeySummary.of(k[:, :500], 70, 64)
     short.renew(k[:, :500], v[:, :500])
     expected.renew(k[:, :500], v[:, :500])
     assert all(torch.equal(*pair) for pair in zip(short.tensors, expected.tensors, strict=True))
@@ -135,15 +172,16 @@ def test_a_shorter_window_is_summarized_in_the_same_memory():
         ({"keys": 2000}, r"mean has shape \(1, 2, 16, 32\); allowed: \(1, 2, 32, 32\)"),
         ({"sink_1": torch.ones(1)}, "sink is torch.float32; allowed: torch.int32"),
         ({"tally_2": torch.zeros(1).long()}, r"tally has shape \(1,\); allowed: \(2,\)"),
+        ({"block": 12}, "block is 12; allowed: 8, 16, 32, 64"),
     ],
-    ids=["fits", "keys", "sink", "tally"],
+    ids=["fits", "keys", "sink", "tally", "block"],
 )
 def test_routes_need_their_own_summary(changes, message):
     q, k, _ = rows(1000, 100, 2, 32)
-    summary = KeySummary.of(k, 70)
+    summary = KeySummary.of(k, 70, 64)
     given = {
         "q_BRNK": q, "mean_BNJK": summary.mean_BNJK, "sink_1": summary.sink_1,
-        "tally_2": torch.zeros(2, dtype=torch.int64), "keys": 1000, "tau": 1.0,
+        "tally_2": torch.zeros(2, dtype=torch.int64), "keys": 1000, "tau": 1.0, "block": 64,
     }  # fmt: skip
     if message is None:
         sparse.route(**given | changes)
@@ -160,21 +198,21 @@ from tests.engine.kernels.interpreter import mend_interpreter
 from tests.engine.kernels.test_sparse import SPREADS, distance, rows
 mend_interpreter()
 found = {}
-for spread in SPREADS:
+for spread, block in [(spread, 64) for spread in SPREADS] + [("normal", 16)]:
     q, k, v = rows(523, 150, 2, 32, spread=spread, batch_size=2)
     forms = []
     for form in (sparse_reference, sparse_triton):
-        summary, tally = KeySummary.of(k, 70), torch.zeros(2, dtype=torch.int64)
+        summary, tally = KeySummary.of(k, 70, block), torch.zeros(2, dtype=torch.int64)
         mean, sum_, reach, sink = summary.tensors
-        form.summarize(k, v, mean, sum_, reach, 523)
+        form.summarize(k, v, mean, sum_, reach, 523, block)
         exact, listed, count = form.route(
-            q, mean, sink, tally, sparse_reference.own_block(150, 523), 0.5
+            q, mean, sink, tally, sparse_reference.own_block(150, 523, block), 0.5, block
         )
         lists = [row[:n].tolist() for row, n in zip(listed.flatten(0, 2), count.flatten())]
-        o = form.attend(q, k, v, mean, sum_, reach, exact, listed, count)
+        o = form.attend(q, k, v, mean, sum_, reach, exact, listed, count, block)
         forms.append((o, exact, lists, tally.tolist(), reach))
     ours, theirs = forms[1], forms[0]
-    found[spread] = {
+    found[f"{spread}, {block}"] = {
         "routes": torch.equal(ours[1], theirs[1]) and 0 < ours[1].float().mean().item() < 1,
         "lists": ours[2] == theirs[2],
         "tally": ours[3] == theirs[3],
@@ -190,22 +228,32 @@ def test_interpreted_kernels_choose_and_read_the_same_blocks():
     found = json.loads(run_interpreted(_SCRIPT))
     wrong = {spread: [name for name, is_right in each.items() if not is_right]
              for spread, each in found.items()}  # fmt: skip
-    assert wrong == {spread: [] for spread in SPREADS}
+    forms = [*(f"{spread}, 64" for spread in SPREADS), "normal, 16"]
+    assert wrong == {form: [] for form in forms}
 
 
 @pytest.mark.cpu
 def test_the_form_for_hopper_compiles():
     pytest.importorskip("triton.experimental.gluon")
-    from engine.kernels import sparse_gluon
+    from engine.kernels import sparse_gluon, sparse_triton
     from tests.engine.kernels import sm90
 
-    rows, blocks = torch.zeros(1, 150, 2, 128).bfloat16(), -(-523 // sparse_gluon.KEY_BLOCK)
+    rows, blocks = torch.zeros(1, 150, 2, 128).bfloat16(), -(-523 // sparse_triton.HOPPER_BLOCK)
     keys = torch.zeros(1, 2, 530, 128).bfloat16().transpose(1, 2)[:, :523]
     means, reach = torch.zeros(1, 2, blocks, 128).bfloat16(), torch.zeros(1, 2, blocks)
     listed = torch.zeros(1, 2, 2, blocks, dtype=torch.int32)
     (kernel,) = sm90.compiled_launches(
         lambda: sparse_gluon.attend(
-            rows, keys, keys, means, means, reach, listed.to(torch.int8), listed, listed[..., 0]
+            rows,
+            keys,
+            keys,
+            means,
+            means,
+            reach,
+            listed.to(torch.int8),
+            listed,
+            listed[..., 0],
+            sparse_triton.HOPPER_BLOCK,
         )
     )
     assert "wgmma.mma_async" in kernel.asm["ptx"]
@@ -241,6 +289,15 @@ def test_other_widths_and_dtypes_go_by_triton():
         made, _, _ = attended(q, k, v, 1.0)
         expected, _, _ = attended(q, k, v, 1.0, form=sparse_reference.attend)
         assert distance(made, expected) <= bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [8, 16, 32])
+def test_shorter_blocks_go_by_triton_or_plainly(block):
+    q, k, v = rows(523, 150, 2, 128, dtype=torch.bfloat16, device=torch.device("cuda"))
+    made, _, _ = attended(q, k, v, 1.0, block=block)
+    expected, _, _ = attended(q, k, v, 1.0, form=sparse_reference.attend, block=block)
+    assert distance(made, expected) <= SPARSE_BF16_REL
 
 
 @pytest.mark.gpu
