@@ -32,7 +32,14 @@ from benchmarks.record import (
 )
 from engine.attention.sparse import check_density
 from engine.clock import new_clock
-from engine.config import PRESET_NAMES, EngineConfig, Geometry, ModelConfig, preset
+from engine.config import (
+    PRESET_NAMES,
+    SPARSE_TAU_CAREFUL,
+    EngineConfig,
+    Geometry,
+    ModelConfig,
+    preset,
+)
 from engine.device import choose_dtype, resolve_device, torch_dtype
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
@@ -94,8 +101,8 @@ ROWS = (
     ),
     Row(
         name="sparse",
-        title="sparse attention",
-        changes={"attention": "sparse"},
+        title=f"sparse attention, tau {SPARSE_TAU_CAREFUL:g}",
+        changes={"attention": "sparse", "sparse_tau": SPARSE_TAU_CAREFUL},
         is_approximate=True,
     ),
 )

@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.options import add_options, command_parser, take_options
-from engine.config import FRAMES_PER_LATENT, PRESET_NAMES, EngineConfig, KernelChoice, preset
+from engine.config import (
+    FRAMES_PER_LATENT,
+    PRESET_NAMES,
+    SPARSE_TAU_CAREFUL,
+    EngineConfig,
+    KernelChoice,
+    preset,
+)
 from engine.errors import ConfigError, WorldStreamError
 from stream.load_news import LoadNews
 
@@ -41,7 +48,7 @@ EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
 ROWS: dict[str, dict[str, Any]] = {
     "exact": {"linear": "bf16"},
     "A": {"linear": "fp8_rowwise"},
-    "sparse": {"linear": "fp8_rowwise", "attention": "sparse"},
+    "sparse": {"linear": "fp8_rowwise", "attention": "sparse", "sparse_tau": SPARSE_TAU_CAREFUL},
 }
 """Fields of `EngineConfig` by the name of a row."""
 SCENE = "meadow-lake"

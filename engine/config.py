@@ -33,6 +33,8 @@ SPARSE_DENSE_LAYERS = 2
 """First layers that read the whole window whatever `EngineConfig.attention` is."""
 SPARSE_TAU_LIMIT = 8.0
 """No block of a window is further from the mean."""
+SPARSE_TAU_CAREFUL = -0.5
+"""Reads most blocks: with fewer the small world forgets what it has seen."""
 SPARSE_BLOCKS = (8, 16, 32, 64)
 """Keys that may share a summary."""
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
