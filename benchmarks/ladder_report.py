@@ -59,9 +59,10 @@ def ladder_section(path: Path = RECORDS) -> str:
             lines.append(f"| {found[0]['title']} | {' | '.join(map(_cell, cells))} |")
     commits = ", ".join(dict.fromkeys(record["commit"] for rows in ladders for record in rows))
     note = (
-        "X: the bits of the first row, F: other rounding, A: approximate. Each row adds to those "
-        "above; 4 denoise steps and the refresh, no decoder. Several GPUs are held against one, "
-        f"which ran beside them. Commits {commits}."
+        "X: the bits of the reference, F: other rounding, A: approximate. A reference is what the "
+        "rows of its run are held against. Each row adds to those above; 4 denoise steps and the "
+        "refresh, no decoder. Several GPUs are held against one, which ran beside them. Commits "
+        f"{commits}."
     )
     if len(ladders) > 1:
         others = [
@@ -83,7 +84,9 @@ def _cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return ""
     error = "0" if record["error"] == 0.0 else f"{record['error']:.1e}"
-    cell = f"**{record['dit_fps']:.1f}** {_ms(record['chunk_ms'])} {record['class']} {error}"
+    # A row that its ladder's errors are against says nothing of itself.
+    judged = "reference" if record["reference"] == record["row"] else f"{record['class']} {error}"
+    cell = f"**{record['dit_fps']:.1f}** {_ms(record['chunk_ms'])} {judged}"
     # Only records of several ranks know one rank's time.
     speed_up = record.get("speed_up")
     return cell if speed_up is None else f"{cell}, {speed_up:.2f} x one GPU"
