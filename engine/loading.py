@@ -53,7 +53,7 @@ from engine.prompts.cached import (
 )
 from engine.prompts.files import PromptFiles
 from engine.silence import hash_of_latents, silence_latents
-from engine.speed import CACHE_FOLDER, resolve_speed
+from engine.speed import CACHE_FOLDER, check_attention, resolve_speed
 from engine.text import PromptEncoder, WordEncoder
 
 _log = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ def pretrained_parts(
         adapter=adapter,
     )
     check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
+    check_attention(config.attention, model_config, device, torch_dtype(choice.dtype))
     config = _with_lora_mode(config, adapter, world_size)
     weights_hash = _adapted_hash(known_hash or sampled_hash(weights), adapter)
     cache = QuantCache(CACHE_FOLDER.expanduser() / "linears", weights_hash, config)
@@ -225,6 +226,7 @@ def random_parts(
         model_config, config, device, sizes, world_size=world_size, files=files, adapter=adapter
     )
     check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
+    check_attention(config.attention, model_config, device, torch_dtype(choice.dtype))
     config = _with_lora_mode(config, adapter, world_size)
     model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionNeed, AttentionPlan
+from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
 from engine.attention.choice import group_shapes, plan_attention
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
-from engine.attention.sparse import with_sparse
+from engine.attention.sparse import require_sparse, with_sparse
 from engine.attention.timing import measure_on
 from engine.block_ops import BlockOps, PlainBlockOps
-from engine.config import EngineConfig
+from engine.config import AttentionName, EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
 from engine.model.packed_linear import can_pack, pack_blocks
@@ -85,6 +85,20 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
         device, compiling, graphs, kernels, config.linear,
     )  # fmt: skip
     return dataclasses.replace(config, compile=compiling, graphs=graphs, kernels=kernels)
+
+
+def check_attention(
+    name: AttentionName, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse attention that this machine or this model does not have, before weights are read.
+
+    Raises: UnsupportedError.
+    """
+    need = AttentionNeed.on(device, dtype, model.attention_head_dim)
+    if name == "sparse":
+        require_sparse(need, model.num_layers)
+    else:
+        select_backend(need, name)
 
 
 def _little(x: Tensor) -> Tensor:

@@ -89,6 +89,13 @@ def sparse_refusal(need: AttentionNeed, layers: int) -> str | None:
     return None
 
 
+def require_sparse(need: AttentionNeed, layers: int) -> None:
+    """Raises: UnsupportedError where a model cannot be served."""
+    reason = sparse_refusal(need, layers)
+    if reason is not None:
+        raise UnsupportedError(f"attention sparse refuses {need}: {reason}")
+
+
 def with_sparse(
     plan: AttentionPlan,
     shape: AttentionShape,
@@ -113,9 +120,7 @@ def with_sparse(
     Raises: UnsupportedError where it cannot serve or, reading every block, is further from torch's
         own product than rounding.
     """
-    reason = sparse_refusal(shape.need, layers)
-    if reason is not None:
-        raise UnsupportedError(f"attention sparse refuses {shape.need}: {reason}")
+    require_sparse(shape.need, layers)
     errors = route_all_errors(shape, block, device)
     gate = _GATE | ({"max": _LONG_MAX} if shape.keys >= _LONG_KEYS else {})
     told = ", ".join(f"{name} {errors[name]:.2e} (at most {most})" for name, most in gate.items())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from engine import speed
+from engine import loading, speed
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
@@ -85,10 +87,22 @@ def test_what_needs_cuda_is_refused_before_anything_is_built(changes, message):
         Engine.from_random(narrow_config(), config)
 
 
-def test_an_attention_backend_of_another_device_is_refused():
-    config = EngineConfig(device="cpu", dtype="float32", attention="cudnn")
-    with pytest.raises(UnsupportedError, match=r"cudnn refuses .*made for cuda, not cpu"):
-        Engine.from_random(narrow_config(), config)
+@pytest.mark.parametrize(
+    ("attention", "layers", "message"),
+    [
+        ("cudnn", 3, r"cudnn refuses .*made for cuda, not cpu"),
+        ("gluon", 3, r"gluon refuses .*made for cuda, not cpu"),
+        ("sparse", 2, r"sparse refuses .*first 2 layers read everything, and there are 2"),
+    ],
+)
+def test_attention_that_cannot_serve_is_refused_before_anything_is_built(
+    monkeypatch, attention, layers, message
+):
+    monkeypatch.setattr(loading, "empty_model", lambda *given, **named: pytest.fail("built"))
+    model = dataclasses.replace(narrow_config(), num_layers=layers)
+    config = EngineConfig(device="cpu", dtype="float32", attention=attention)
+    with pytest.raises(UnsupportedError, match=message):
+        Engine.from_random(model, config)
 
 
 def test_the_engine_tells_its_graphs():
