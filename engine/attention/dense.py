@@ -5,12 +5,11 @@ Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionNeed
+from engine.kernels.contract import has_gluon
 from engine.kernels.dense import WIDTH, dense
 
 
@@ -29,16 +28,8 @@ class GluonBackend:
             return f"heads are {need.head_dim} wide; allowed: {WIDTH}"
         if need.capability != (9, 0):
             return f"the device has capability {need.capability}; needed: (9, 0)"
-        return _missing()
+        return None if has_gluon() else "Triton has no Gluon for Hopper here"
 
     def __call__(self, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> Tensor:
         """Return [B, R, N, K]."""
         return dense(q_BRNK, k_BSNK, v_BSNK)
-
-
-def _missing() -> str | None:
-    try:
-        found = find_spec("triton.experimental.gluon")
-    except ModuleNotFoundError:  # of the packages around it
-        found = None
-    return None if found else "the package triton.experimental.gluon is not installed"

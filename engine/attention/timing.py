@@ -58,11 +58,8 @@ def sustained(bursts: Mapping[BackendName, Burst], timer: Timer) -> Times:
         try:
             timer(burst, 1)()  # what is compiled or planned at a first call
             first_ms[name] = timer(burst, 2)() / 2
-        except (
-            RuntimeError,
-            ImportError,
-            UnsupportedError,
-        ) as error:  # the kernel is there and cannot serve
+        except (RuntimeError, ImportError, UnsupportedError) as error:
+            # The kernel is there and cannot serve.
             refused[name] = str(error).partition("\n")[0]
     if not first_ms:
         return Times(refused=refused)

@@ -7,6 +7,7 @@ back. Kernels read strides; only the last axis has to be dense.
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,15 @@ def kernels_run_on(x: Tensor) -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
+
+
+@cache
+def has_gluon() -> bool:
+    """Whether Triton has Gluon with what Hopper needs."""
+    try:
+        return importlib.util.find_spec("triton.experimental.gluon.nvidia.hopper") is not None
+    except ImportError:  # of the packages around it
+        return False
 
 
 def require_kernels(op: str, x: Tensor) -> None:

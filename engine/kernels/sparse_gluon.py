@@ -38,8 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from engine.kernels.sparse_reference import tile_rows
-from engine.kernels.sparse_triton import HOPPER_BLOCK, score_scale
+from engine.kernels.sparse_reference import score_scale, tile_rows
+from engine.kernels.sparse_triton import HOPPER_BLOCK
 
 BUFFERS, REGISTERS, MAX_REGISTERS = 8, 240, 168
 """Of keys or values; of a thread that computes, after the loading warp has given some away; of a

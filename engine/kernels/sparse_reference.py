@@ -29,6 +29,11 @@ def own_block(rows: int, keys: int, block: int) -> int:
     return max(0, keys - rows - block) // block
 
 
+def score_scale(width: int) -> float:
+    """Factor of scores in powers of two, of heads of that width."""
+    return math.log2(math.e) / math.sqrt(width)
+
+
 def lengths(blocks: int, keys: int, block: int, like: Tensor) -> Tensor:
     """Keys of each block, [J], in the dtype of ``like``."""
     begins = torch.arange(blocks, device=like.device) * block
@@ -79,7 +84,7 @@ def route(
     begins = torch.arange(tiles, device=q_BRNK.device) * tile
     counts_T = (rows - begins).clamp(max=tile).to(q_BNRK.dtype)
     mean_query_BNTK = q_BNRK.unflatten(2, (tiles, tile)).sum(3) / counts_T[:, None]
-    scores_BNTJ = _scale(q_BRNK) * mean_query_BNTK @ _wide(mean_BNJK).mT
+    scores_BNTJ = score_scale(q_BRNK.shape[-1]) * mean_query_BNTK @ _wide(mean_BNJK).mT
     variance = scores_BNTJ.var(-1, unbiased=False, keepdim=True)
     limit = scores_BNTJ.mean(-1, keepdim=True) + tau * (variance + _VARIANCE_FLOOR).sqrt()
     index_J = torch.arange(blocks, device=q_BRNK.device)
@@ -111,7 +116,7 @@ def attend(
     keys, dtype = k_BSNK.shape[1], q_BRNK.dtype
     q, k, v = (_wide(part.transpose(1, 2)) for part in (q_BRNK, k_BSNK, v_BSNK))
     mean, sum_ = _wide(mean_BNJK), _wide(sum_BNJK)
-    counts_J, scale = lengths(mean.shape[2], keys, block, q), _scale(q_BRNK)
+    counts_J, scale = lengths(mean.shape[2], keys, block, q), score_scale(q_BRNK.shape[-1])
     out = []
     # Tile by tile: scores of all rows at once would be gigabytes.
     for tile, q_tile in enumerate(q.split(tile_rows(block), dim=2)):
@@ -126,11 +131,6 @@ def attend(
         made = by_keys.to(dtype).to(q.dtype) @ v + by_means.to(dtype).to(q.dtype) @ sum_
         out.append(made / total)
     return torch.cat(out, dim=2).transpose(1, 2).to(dtype).contiguous()
-
-
-def _scale(q_BRNK: Tensor) -> float:
-    """Factor of scores in powers of two."""
-    return math.log2(math.e) / math.sqrt(q_BRNK.shape[-1])
 
 
 def _wide(x: Tensor) -> Tensor:

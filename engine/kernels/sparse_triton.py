@@ -9,17 +9,14 @@ sample. Offsets are int64.
 
 from __future__ import annotations
 
-import math
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels import contract
 from engine.kernels.rows_triton import AS_WRITTEN
-from engine.kernels.sparse_reference import own_block, tile_rows
+from engine.kernels.sparse_reference import own_block, score_scale, tile_rows
 
 _ROWS = 64
 """Queries of a program of `attend` at most. They are half a tile where blocks have 64 keys: a form
@@ -31,26 +28,13 @@ HOPPER_BLOCK = 64
 """Keys of a block that `sparse_gluon` is made for."""
 
 
-def score_scale(width: int) -> float:
-    """Factor of scores in powers of two."""
-    return math.log2(math.e) / math.sqrt(width)
-
-
 def is_for_hopper(q_BRNK: Tensor, block: int) -> bool:
     """Whether `sparse_gluon` serves such queries over blocks of so many keys."""
     if q_BRNK.device.type != "cuda" or q_BRNK.dtype != torch.bfloat16:
         return False
     if q_BRNK.shape[-1] != 128 or block != HOPPER_BLOCK:
         return False
-    return torch.cuda.get_device_capability(q_BRNK.device) == (9, 0) and _has_gluon()
-
-
-@cache
-def _has_gluon() -> bool:
-    try:
-        return find_spec("triton.experimental.gluon.nvidia.hopper") is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
+    return torch.cuda.get_device_capability(q_BRNK.device) == (9, 0) and contract.has_gluon()
 
 
 # No code of their own for windows whose sizes are multiples of 16.

@@ -248,7 +248,5 @@ def test_another_output_than_torchs_is_refused_with_the_figure():
 
 
 def test_a_backend_whose_package_is_missing_says_so(monkeypatch):
-    monkeypatch.setattr("engine.attention.dense.find_spec", lambda name: None)
-    assert backends()["gluon"].refusal(HOPPER) == (
-        "the package triton.experimental.gluon is not installed"
-    )
+    monkeypatch.setattr("engine.attention.dense.has_gluon", lambda: False)
+    assert backends()["gluon"].refusal(HOPPER) == "Triton has no Gluon for Hopper here"

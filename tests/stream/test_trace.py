@@ -113,7 +113,7 @@ def _replace_line(path: Path, index: int, line: str) -> None:
     [
         (0, "{}", "header line"),
         (0, json.dumps({"type": "header", "version": 99}), "version 99"),
-        # Keys were in another order then, so that sums were rounded otherwise.
+        # It did not say how attention reads, and other kernels rounded otherwise.
         (0, json.dumps({"type": "header", "version": 4}), "version 4; allowed: 6"),
         (0, json.dumps({"type": "header", "version": TRACE_VERSION}), "prompt"),
         (1, "{", "line 2 is not JSON"),
