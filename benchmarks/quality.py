@@ -71,7 +71,10 @@ class Judgement:
     def used(self) -> float:
         """Share of the allowance that the difference takes; above 1 is worse."""
         limit = self.allowed_below if self.difference < 0 else self.allowed_above
-        return math.inf if math.isnan(self.difference) else abs(self.difference) / limit
+        if self.difference == 0.0:
+            return 0.0
+        has_no_share = math.isnan(self.difference) or limit == 0.0
+        return math.inf if has_no_share else abs(self.difference) / limit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

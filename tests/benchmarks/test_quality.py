@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -75,6 +76,15 @@ def test_a_figure_may_fall_behind_so_far(figures: dict[str, float], verdicts: li
     found = compare(_report(), _form(**figures))
     assert [each.verdict for each in found.judgements if each.verdict != "kept"] == verdicts
     assert found.is_passed is not bool(verdicts)
+
+
+def test_a_measure_without_error_leaves_no_allowance() -> None:
+    exact, approximate = _report(angle=0.0), _form(angle=0.001)
+    for report in (exact, approximate):
+        (own,) = [each for each in report.figures if each.name.endswith("itself, chunk 12")]
+        report.figures[report.figures.index(own)] = dataclasses.replace(own, value=0.0)
+    found = compare(exact, approximate)
+    assert "worse: median error, chunk 12: 0 -> 0.001" in found.table()
 
 
 def test_a_target_that_was_met_is_never_given_up() -> None:
