@@ -42,6 +42,10 @@ class AttentionNeed:
             capability=torch.cuda.get_device_capability(device) if is_cuda else (0, 0),
         )
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} on {self.device_type}, heads of {self.head_dim}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionShape:
@@ -147,5 +151,9 @@ def select_backend(need: AttentionNeed, prefer: BackendName = "auto") -> Attenti
     backend = choices[prefer]
     reason = backend.refusal(need)
     if reason is not None:
-        raise UnsupportedError(f"attention backend {backend.name} refuses {need}: {reason}")
+        serving = [name for name, each in choices.items() if each.refusal(need) is None]
+        raise UnsupportedError(
+            f"attention backend {backend.name} refuses {need}: {reason}; allowed here: "
+            f"{', '.join(['auto', *serving])}"
+        )
     return backend

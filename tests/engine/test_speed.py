@@ -90,7 +90,7 @@ def test_what_needs_cuda_is_refused_before_anything_is_built(changes, message):
 @pytest.mark.parametrize(
     ("attention", "layers", "message"),
     [
-        ("cudnn", 3, r"cudnn refuses .*made for cuda, not cpu"),
+        ("cudnn", 3, r"float32 on cpu, heads of .*, not cpu; allowed here: auto, sdpa"),
         ("gluon", 3, r"gluon refuses .*made for cuda, not cpu"),
         ("sparse", 2, r"sparse refuses .*first 2 layers read everything, and there are 2"),
     ],

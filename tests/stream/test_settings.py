@@ -9,6 +9,7 @@ import pytest
 from engine.errors import ConfigError
 from stream.ice_servers import parse_ice_server, with_user
 from stream.settings import load_settings
+from stream.workers import spec_of
 
 pytestmark = pytest.mark.cpu
 
@@ -40,6 +41,12 @@ def test_lists_are_written_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.udp_ports == (50000, 50010)
 
 
+def test_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLDSTREAM_ATTENTION", "sparse")
+    engine = spec_of(load_settings(sparse_tau="-0.5", sparse_block="8")).engine
+    assert (engine.attention, engine.sparse_tau, engine.sparse_block) == ("sparse", -0.5, 8)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -54,6 +61,10 @@ def test_lists_are_written_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ice_server", "turn:host:3478"),
         ("media_hosts", "eth0"),
         ("max_sessions", "0"),
+        ("attention", "spars"),
+        ("sparse_tau", "9"),
+        ("sparse_tau", "nan"),
+        ("sparse_block", "12"),
         ("scene", "../x"),
     ],
 )
