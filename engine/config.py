@@ -392,6 +392,15 @@ class EngineConfig:
         if self.sparse_block not in SPARSE_BLOCKS:
             blocks = ", ".join(map(str, SPARSE_BLOCKS))
             raise ConfigError(f"sparse_block is {self.sparse_block}; allowed: {blocks}")
+        if self.attention != "sparse":
+            # Said for nothing, it would look as if it had been heard.
+            for name, default in (("sparse_tau", 1.0), ("sparse_block", 64)):
+                value = getattr(self, name)
+                if value != default:
+                    raise ConfigError(
+                        f"{name} is {value} with attention {self.attention!r}; allowed: "
+                        f"{default}, or attention 'sparse'"
+                    )
         if self.kernels in ("eager", "fast") and self.compile == "blocks":
             raise ConfigError(
                 f"kernels is {self.kernels!r}; allowed with compile 'blocks': 'off', because both "

@@ -199,6 +199,12 @@ def test_a_size_of_blocks_that_is_none_is_refused(block):
         EngineConfig(attention="sparse", sparse_block=block)
 
 
+@pytest.mark.parametrize(("name", "value"), [("sparse_tau", 0.5), ("sparse_block", 8)])
+def test_options_of_it_are_refused_where_it_is_not_asked_for(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is {value} with attention 'auto'; allowed: "):
+        EngineConfig(**{name: value})
+
+
 def test_an_engine_has_it_by_its_name():
     config = EngineConfig(
         device="cpu", dtype="float32", attention="sparse", sparse_tau=1.5, sparse_block=16
