@@ -57,8 +57,9 @@ def _live(**changes: object) -> str:
         "frames_per_second": 23.97,
         "fps_window_min": 23.6,
         "key_to_screen_ms": {"p50": 750.2, "p95": 1_240.0},
-        "key_to_screen_first_ms": {"p50": 748.0},
-        "key_to_screen_last_ms": {"p50": 752.0},
+        "key_to_screen_first_ms": {"p50": 748.0, "p95": 1250.0},
+        "key_to_screen_last_ms": {"p50": 752.0, "p95": 1240.0},
+        "media_lag_growth_ms": 2.0,
         "parts_ms": parts,
         "connect_s": 0.31,
         "page_to_first_frame_s": 0.92,
@@ -76,7 +77,7 @@ def test_live_shows_the_last_record_of_a_transport_and_marks_misses(tmp_path: Pa
     missing = tmp_path / "missing"
     text = report.section(missing, missing, records, missing)
     assert "999" not in text
-    assert "**24.0** (23.6) | **750** / 1240 (missed: at most 1200) ms | +4 ms" in text
+    assert "**24.0** (23.6) | **750** / 1240 (missed: at most 1200) ms | +2; +4 / -10 ms" in text
     assert "0.31 / 0.92 s | 0.021 cores | abc1234" in text
     assert "to the server 20, waiting for the chunk 10" in text
     assert "display 20. Encoding takes 1.3 ms a frame" in text
