@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
-from engine.attention.choice import group_shapes, plan_attention
+from engine.attention.choice import group_shapes, measured_by, plan_attention
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
 from engine.attention.sparse import require_sparse, with_sparse
 from engine.attention.timing import measure_on
@@ -154,14 +154,12 @@ def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) ->
     device, sizes = model.proj_in.weight.device, model.config
     need = AttentionNeed.on(device, model.dtype, sizes.attention_head_dim)
     heads = sizes.num_attention_heads // world_size
-    machine = "cpu"
-    if device.type == "cuda":
-        machine = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     shapes = group_shapes(sizes, heads, need)
     plan = plan_attention(
         shapes,
         "auto" if config.attention == "sparse" else config.attention,
-        machine=machine,
+        machine=measured_by(name),
         record=CACHE_FOLDER.expanduser() / "attention.json",
         measure=measure_on(device),
     )

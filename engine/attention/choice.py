@@ -1,17 +1,21 @@
 """Which attention backend serves each group of rows: measured once, then remembered.
 
 Owns the choice and its record on disk; `timing` measures. Invariant: a machine that has measured a
-shape makes the same choice as long as the candidates are the same, so the same trace gives the same
-bits.
+shape makes the same choice as long as candidates, libraries and kernels of our own are the same, so
+the same trace gives the same bits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from engine.attention.base import (
     AttentionNeed,
@@ -31,6 +35,8 @@ CANDIDATES: tuple[BackendName, ...] = (
 """FlexAttention takes a minute to compile and was never near the fastest: by name only."""
 _MARGIN, _OWN_MARGIN = 0.98, 0.95
 """What is ahead by less than this is no faster: of any backend, of torch's own choice."""
+_OWN_SOURCES = tuple(Path(__file__).parents[1] / name for name in ("attention", "kernels"))
+"""Folders of what is measured and how: kernels of our own, what calls them, the timing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +94,21 @@ def choose(shape: AttentionShape, measure: Measure) -> AttentionChoice:
     return AttentionChoice(shape=shape, name=best, times_ms=times_ms, refused=refused)
 
 
+def measured_by(device_name: str) -> str:
+    """Return what times depend on: the device, the libraries and kernels that are called there."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    own = hashlib.sha256()
+    for path in sorted(each for folder in _OWN_SOURCES for each in folder.glob("*.py")):
+        own.update(path.read_bytes())
+    return (
+        f"{device_name}, torch {torch.__version__}, cudnn {torch.backends.cudnn.version()}, "
+        f"triton {triton}, own {own.hexdigest()[:12]}"
+    )
+
+
 def plan_attention(
     shapes: tuple[AttentionShape, ...],
     prefer: BackendName,
@@ -101,7 +122,7 @@ def plan_attention(
     Args:
         shapes: conditioning, audio, video.
         prefer: "auto", or one for all groups.
-        machine: what the record is kept by: device and versions.
+        machine: what the record is kept by: see `measured_by`.
         record: file of earlier choices; one that cannot be read or written is done without.
         measure: of all candidates for one shape.
 

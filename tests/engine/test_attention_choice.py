@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import re
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.attention import choice as choosing
 from engine.attention.base import AttentionNeed, AttentionShape, backends
-from engine.attention.choice import CANDIDATES, choose, group_shapes, plan_attention
+from engine.attention.choice import CANDIDATES, choose, group_shapes, measured_by, plan_attention
 from engine.attention.timing import Times, bursts_over, sustained
 from engine.config import preset
 from engine.errors import UnsupportedError
@@ -84,6 +86,41 @@ def test_each_group_is_measured_once_a_machine_and_keeps_its_times(tmp_path, cap
     assert again.asked == []
     assert "cudnn (cudnn 1.000 ms, flash 2.000 ms, sdpa 2.000 ms" in caplog.text
     assert _plan(record, again, machine="H100").video.name == "sdpa"
+
+
+@pytest.fixture
+def own_kernel(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "kernels").mkdir()
+    monkeypatch.setattr(choosing, "_OWN_SOURCES", (tmp_path / "kernels",))
+    kernel = tmp_path / "kernels" / "dense_gluon.py"
+    kernel.write_text("rows = 64")
+    return kernel
+
+
+def test_a_changed_kernel_of_our_own_is_measured_anew(own_kernel, tmp_path):
+    record, first = tmp_path / "attention.json", Timed(sdpa=2.0, cudnn=1.0, flash=2.0)
+    assert _plan(record, first, machine=measured_by("H200")).video.name == "cudnn"
+    again = Timed(sdpa=2.0, cudnn=1.0, flash=0.5)
+    assert _plan(record, again, machine=measured_by("H200")).video.name == "cudnn"
+    own_kernel.write_text("rows = 128")
+    assert _plan(record, again, machine=measured_by("H200")).video.name == "flash"
+
+
+def test_times_are_those_of_the_libraries_they_were_measured_with(monkeypatch):
+    pytest.importorskip("triton")
+    here = measured_by("H200")
+    assert re.fullmatch(r"H200, torch \S+, cudnn \S+, triton 3\.\S+, own [0-9a-f]{12}", here)
+
+    monkeypatch.setattr(choosing, "version", lambda name: "9.9")
+    assert measured_by("H200") == re.sub(r"triton \S+,", "triton 9.9,", here)
+
+
+def test_a_machine_without_triton_has_times_too(monkeypatch):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(choosing, "version", missing)
+    assert "triton none, own" in measured_by("H200")
 
 
 def test_a_remembered_backend_that_has_gone_is_measured_anew(tmp_path):
