@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 
 from engine.config import Geometry
 from engine.errors import ConfigError
+from engine.provenance import processor_name, source_commit
 
 _MIB = 2**20
 
@@ -67,7 +67,7 @@ class Machine:
     torch: str
     python: str
     commit: str
-    """Short hash; "+" where tracked files differ from it; "unknown" outside a checkout."""
+    """See `source_commit`."""
     load_1min: float | None
     """Runnable processes a minute before: on a busy machine wall times say little."""
     time_utc: str
@@ -77,7 +77,7 @@ def describe_machine(device: torch.device, *, commit: str | None = None) -> Mach
     """Look at this machine; ``commit`` is told where the files are no checkout."""
     is_cuda = device.type == "cuda"
     return Machine(
-        cpu=_cpu_model(),
+        cpu=processor_name(),
         cpu_count=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         spin_count=os.environ.get("GOMP_SPINCOUNT"),
@@ -85,7 +85,7 @@ def describe_machine(device: torch.device, *, commit: str | None = None) -> Mach
         cuda=torch.version.cuda if is_cuda else None,
         torch=torch.__version__,
         python=platform.python_version(),
-        commit=commit or _commit(),
+        commit=commit or source_commit(),
         load_1min=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         time_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -140,27 +140,3 @@ def peak_resident_mib() -> float:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / _MIB if sys.platform == "darwin" else peak * 1024 / _MIB
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        is_changed = bool(git("status", "--porcelain", "--untracked-files=no"))
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + ("+" if is_changed else "")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import torch
 
 from engine.config import AttentionName, preset
 from engine.errors import WorldStreamError
+from engine.provenance import processor_name, source_commit
 from miniworld.evaluation import endurance, quality
 from miniworld.evaluation.figures import Report
 from miniworld.evaluation.models import Models, load
@@ -49,14 +49,23 @@ def evaluate(
     items: Sequence[str] = tuple(ITEMS),
     *,
     json_path: Path | None = None,
+    commit: str | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Measure items one after another.
 
+    Args:
+        models: what is judged.
+        settings: cases and seeds.
+        items: names of `ITEMS`.
+        json_path: file to write after each item.
+        commit: of the files, where they are no checkout.
+        log: hears of each item.
+
     Raises: KeyError for an unknown item.
     """
     measures = {name: ITEMS[name] for name in items}
-    report = Report(environment=describe(models, settings))
+    report = Report(environment=describe(models, settings, commit=commit))
     for name, measure in measures.items():
         started_s = time.perf_counter()
         with exact_convolutions():
@@ -70,8 +79,8 @@ def evaluate(
     return report
 
 
-def describe(models: Models, settings: Settings) -> dict[str, Any]:
-    """Say what was measured, with what, and where."""
+def describe(models: Models, settings: Settings, *, commit: str | None = None) -> dict[str, Any]:
+    """Say what was measured, with what, and where; for ``commit`` see `evaluate`."""
     device = models.device
     is_cuda = device.type == "cuda"
     return {
@@ -82,11 +91,11 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
         "attention": models.attention,
         "sparse_tau": models.sparse_tau,
         "sparse_block": models.sparse_block,
-        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
+        "device": torch.cuda.get_device_name(device) if is_cuda else processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": _commit(),
+        "commit": commit or source_commit(),
         "settings": {
             key: value for key, value in dataclasses.asdict(settings).items() if key != "sheet_dir"
         },
@@ -98,24 +107,6 @@ def _place(source: str) -> str:
     """Return a folder as it is called inside the repository, or its name alone elsewhere."""
     path, root = Path(source), Path(__file__).resolve().parent.parent
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return found.stdout.strip() or "unknown"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--short", action="store_true", help="fewer clips and chunks, for a CPU")
     add("--items", default=",".join(ITEMS), help="comma-separated; all by default")
     add("--json", type=Path, help="write every figure here")
+    add("--commit", help="of the files, where they are no checkout")
     add("--sheet-dir", type=Path, help="write contact sheets here")
     add("--device", default="auto", help="cuda, cpu; cuda where present by default")
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on CUDA by default")
@@ -179,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except WorldStreamError as error:
         parser.error(f"{error}")
-    report = evaluate(models, settings, items, json_path=args.json, log=_print)
+    report = evaluate(models, settings, items, json_path=args.json, commit=args.commit, log=_print)
     _print(report.table())
     return 0
 

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -279,6 +280,18 @@ def test_an_evaluation_reports_everything_it_measured(models: Models, tmp_path: 
     assert needed <= set(stored["environment"])
     assert (tmp_path / "rollout.png").is_file()  # type: ignore[operator]
     assert report.table().count("\n") == len(report.figures) + 1
+
+
+def test_a_commit_is_told_where_there_is_no_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ITEMS, "vae", lambda *_: None)
+    path = tmp_path / "figures.json"
+    arguments = ["--weights", "random", "--device", "cpu", "--items", "vae", "--json", str(path)]
+
+    assert main([*arguments, "--commit", "abc1234"]) == 0
+
+    assert json.loads(path.read_text())["environment"]["commit"] == "abc1234"
 
 
 @pytest.mark.parametrize(
