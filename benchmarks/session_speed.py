@@ -149,6 +149,11 @@ class SessionRow:
     """Of the whole device at the end."""
 
     @property
+    def denoise_count(self) -> int:
+        """Denoise steps of a chunk."""
+        return sum(name.startswith("denoise_") for name in self.first_parts[0])
+
+    @property
     def frames_per_second(self) -> float:
         """Transformer, refresh and decoder, at the mean chunk."""
         return _FRAMES * len(self.chunk_ms) / sum(self.chunk_ms) * 1e3
@@ -404,12 +409,13 @@ def summary(row: SessionRow) -> str:
         f"{name} {_percentile([each[name] for each in row.first_parts], 50):.1f}"
         for name in row.first_parts[0]
     )
+    chunk_ms, chunk_p95_ms = (_percentile(row.chunk_ms, share) for share in (50, 95))
     lines = [
-        f"{row.name}: {row.frames_per_second:.2f} frames/s, chunk "
-        f"{_percentile(row.chunk_ms, 50):.1f} ms (p95 {_percentile(row.chunk_ms, 95):.1f})",
+        f"{row.name}: {row.frames_per_second:.2f} frames/s, {chunk_ms:.1f} ms a chunk "
+        f"(p95 {chunk_p95_ms:.1f}): {row.denoise_count} denoise steps, refresh, decoder",
         f"  action to first frame {_percentile(row.first_ms, 50):.1f} ms "
         f"(p95 {_percentile(row.first_ms, 95):.1f}): {parts}",
-        f"  on the device: latents at {step['step_4' if 'step_4' in step else 'decode']:.1f}, "
+        f"  on the device: latents at {step[f'step_{row.denoise_count}']:.1f}, "
         f"decoded {step['decode']:.1f} to {step[f'decoded_{_LAST}']:.1f}, refresh "
         f"{step['refresh']:.1f} to {step['end']:.1f} ms; together for {overlap_ms(step):.1f} ms",
         f"  first frame {sum(row.stages_s.values()):.1f} s after the start, steady "
