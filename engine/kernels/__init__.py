@@ -42,8 +42,9 @@ class Op:
     inputs: Callable[[Case, torch.device], dict[str, Any]]
     bytes_moved: Callable[[Case], float]
     """Least traffic with memory, bytes."""
-    flops: Callable[[Case], float] = lambda case: 0.0
-    """Of matrix products; elementwise work is not counted."""
+    flops: Callable[[Case, Mapping[str, Any]], float] | None = None
+    """Of the matrix products that these arguments ask for; None where there are none. Elementwise
+    work is not counted."""
     unquantized: str | None = None
     """The operator whose last output this one quantises."""
     exact: Callable[..., Any] | None = None
@@ -110,6 +111,20 @@ def _linear_bytes(case: Case) -> float:
     return _rows(case) * case.hidden + case.inner * case.hidden + outputs
 
 
+def _keys(given: Mapping[str, Any]) -> int:
+    return int(given["k_BSNK"].shape[1])
+
+
+def _sparse_flops(case: Case, given: Mapping[str, Any]) -> float:
+    """Of the blocks that are read, and of the summaries of all."""
+    read_BNTJ, block, keys = given["exact_BNTJ"], given["block"], _keys(given)
+    tiles, blocks = read_BNTJ.shape[2:]
+    rows_T = sparse_reference.lengths(tiles, case.rows, 2 * block, given["reach_BNJ"])
+    keys_J = sparse_reference.lengths(blocks, keys, block, given["reach_BNJ"])
+    pairs = float((read_BNTJ * rows_T[:, None] * keys_J).sum(dtype=torch.float64))
+    return 4.0 * case.width * (pairs + _rows(case) * case.heads * blocks)
+
+
 def _slide_bytes(case: Case) -> float:
     # All raw channels are read and rotated; of the newest chunk the rest is copied.
     kept = 2 * _heads(2)(case) - _rotary(2)(case)
@@ -170,7 +185,7 @@ _TABLE = (
     Op(
         name="absorb", klass="F", reference=reference.absorb, fused=absorb.absorb,
         inputs=cases.absorb_inputs, bytes_moved=_heads(3),
-        flops=lambda case: 4.0 * 127 * _rows(case) * case.heads * case.width,
+        flops=lambda case, given: 4.0 * _heads(1)(case) / case.dtype.itemsize * _keys(given),
         written=("o_BRNK",), tolerance=F_TOLERANCE,
     ),
     Op(
@@ -180,9 +195,8 @@ _TABLE = (
     ),
     Op(
         name="sparse_attend", klass="F", reference=sparse_reference.attend, fused=sparse.attend,
-        inputs=cases.sparse_inputs, bytes_moved=_window(2),
-        flops=lambda case: 4.0 * _window(1)(case) / case.dtype.itemsize * case.rows,
-        is_oracle_timed=False, tolerance=F_TOLERANCE,
+        inputs=cases.sparse_inputs, bytes_moved=lambda case: _window(2)(case) + _heads(2)(case),
+        flops=_sparse_flops, is_oracle_timed=False, tolerance=F_TOLERANCE,
     ),
     Op(
         name="swiglu", klass="F", reference=reference.swiglu, fused=swiglu.swiglu,
@@ -201,8 +215,8 @@ _TABLE = (
     Op(
         name="fp8_linear", klass="A", reference=reference.fp8_linear,
         fused=fp8_linear.fp8_linear, inputs=cases.fp8_linear_inputs, bytes_moved=_linear_bytes,
-        flops=lambda case: 2.0 * _rows(case) * case.hidden * case.inner,
-        tolerance=PRODUCT_TOLERANCE,
+        flops=lambda case, given: 2.0 * _rows(case) * case.hidden * case.inner,
+        is_oracle_timed=False, tolerance=PRODUCT_TOLERANCE,
     ),
     Op(
         name="place_sum", klass="F", reference=reference.place, fused=qknorm_rope.place,

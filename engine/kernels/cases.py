@@ -271,19 +271,41 @@ def summarize_inputs(case: Case, device: torch.device) -> dict[str, Any]:
     }
 
 
-def sparse_inputs(case: Case, device: torch.device) -> dict[str, Any]:
-    """Arguments of `sparse.attend`: a good half of the blocks is read key by key."""
+def _summarized(case: Case, device: torch.device) -> dict[str, Any]:
     given = summarize_inputs(case, device)
-    keys, block = given.pop("rows"), given["block"]
-    sparse_reference.summarize(**given, rows=keys)
-    q_BRNK = Source(case, device).rows(case.heads, case.width)
-    sink_1 = torch.ones(1, dtype=torch.int32, device=device)
-    exact, listed, count = sparse_reference.route(
-        q_BRNK, given["mean_BNJK"], sink_1, torch.zeros(2, dtype=torch.int64, device=device),
-        sparse_reference.own_block(case.rows, keys, block), 0.5, block,
-    )  # fmt: skip
+    sparse_reference.summarize(**given)
+    return given
+
+
+def route_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `sparse.route`: a good half of the blocks is chosen."""
+    given = _summarized(case, device)
+    return {
+        "q_BRNK": Source(case, device).rows(case.heads, case.width),
+        "mean_BNJK": given["mean_BNJK"],
+        "sink_1": torch.ones(1, dtype=torch.int32, device=device),
+        "tally_2": torch.zeros(2, dtype=torch.int64, device=device),
+        "keys": given["rows"],
+        "tau": 0.5,
+        "block": given["block"],
+    }
+
+
+def sparse_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `sparse.attend`, the blocks that are read key by key those of `route_inputs`."""
+    given, routing = _summarized(case, device), route_inputs(case, device)
+    own = sparse_reference.own_block(case.rows, routing.pop("keys"), given["block"])
+    exact, listed, count = sparse_reference.route(**routing, own=own)
     routes = {"exact_BNTJ": exact, "list_BNTJ": listed, "count_BNT": count}
-    return {"q_BRNK": q_BRNK} | given | routes
+    del given["rows"]
+    return {"q_BRNK": routing["q_BRNK"]} | given | routes
+
+
+def dense_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+    """Arguments of `dense`: all keys of a window, heads outermost as in the cache."""
+    given = summarize_inputs(case, device)
+    q_BRNK = Source(case, device).rows(case.heads, case.width)
+    return {"q_BRNK": q_BRNK, "k_BSNK": given["k_BSNK"], "v_BSNK": given["v_BSNK"]}
 
 
 def swiglu_inputs(case: Case, device: torch.device) -> dict[str, Any]:

@@ -46,13 +46,13 @@ def _compare(op: Op, case: Case, ours: Tensor, theirs: Tensor, true: Tensor) -> 
     error = (ours - true).norm() / true.norm()
     if error > op.tolerance * (2 if case.rounding == "eager" else 1):
         found.append(f"RMS error {error:.2e}")
-    floor = op.tolerance if op.flops(case) else _ULP / 2
+    floor = op.tolerance if op.flops else _ULP / 2
     bound = 2 * (theirs - true).abs().max() + floor * true.abs().max()
     if (ours - true).abs().max() > bound:
         found.append(f"error {(ours - true).abs().max():.2e} above {bound:.2e}")
     share = (ours == theirs).double().mean().item()
     # What products sum in another order is rounded to the other side more often.
-    rounds_alike = case.rounding == "eager" and not op.flops(case)
+    rounds_alike = case.rounding == "eager" and not op.flops
     if op.klass == "F" and rounds_alike and share < EAGER_EQUAL_SHARE:
         found.append(f"{share:.4f} of the values equal the oracle's")
     return found
