@@ -34,7 +34,7 @@ from engine.attention.sparse import check_density
 from engine.clock import new_clock
 from engine.config import (
     PRESET_NAMES,
-    SPARSE_TAU_CAREFUL,
+    SPARSE_STEPS,
     EngineConfig,
     Geometry,
     ModelConfig,
@@ -101,8 +101,8 @@ ROWS = (
     ),
     Row(
         name="sparse",
-        title=f"sparse attention, tau {SPARSE_TAU_CAREFUL:g}",
-        changes={"attention": "sparse", "sparse_tau": SPARSE_TAU_CAREFUL},
+        title=f"sparse attention, first {SPARSE_STEPS} steps",
+        changes={"attention": "sparse"},
         is_approximate=True,
     ),
 )
@@ -200,7 +200,7 @@ class Climbed:
     attention: dict[str, str]
     """Backend of each group of rows."""
     density: float | None
-    """Share of the blocks of keys that sparse attention read."""
+    """Share of the blocks of keys that sparse attention read where it served."""
     replay_count: int
     """Passes that were replayed from graphs."""
     load_s: float

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from benchmarks.climb import Climbed, Grounds, LadderScenario, Refused, Step
-from benchmarks.peak import Work, chunk_work
+from benchmarks.peak import Work, chunk_work, pass_work
 from benchmarks.plot import Bar
 from benchmarks.record import size_name
 from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
@@ -87,7 +87,8 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
     """Return the record of one row, json-ready."""
     model, floor = scenario.model, grounds.floor
     work = chunk_work(model, with_prefix=not step.config.prefix_cache)
-    share, read = fp8_share(model, step.config.linear), read_share(model, step.density)
+    share = fp8_share(model, step.config.linear)
+    read = read_share(model, step.density, step.config.sparse_steps)
     work = dataclasses.replace(work, attention=read * work.attention)
     floor_ms = floor.chunk_ms(model, fp8_share=share, read_share=read)
     chunk_s = step.chunk.p50 / 1e3
@@ -152,12 +153,13 @@ def fp8_share(model: ModelConfig, linear: str) -> float:
     return named / (layers * sum(sizes.values()))
 
 
-def read_share(model: ModelConfig, density: float | None) -> float:
-    """Share of the keys that attention reads in all layers, one by one."""
+def read_share(model: ModelConfig, density: float | None, sparse_steps: int) -> float:
+    """Share of the keys that attention reads in all layers and passes of a chunk, one by one."""
     if density is None:
         return 1.0
-    dense = SPARSE_DENSE_LAYERS / model.num_layers
-    return dense + (1.0 - dense) * density
+    passes = chunk_work(model).attention / pass_work(model).attention
+    sparse_layers = (model.num_layers - SPARSE_DENSE_LAYERS) / model.num_layers
+    return 1.0 - sparse_steps * sparse_layers * (1.0 - density) / passes
 
 
 def _ceiling_s(grounds: Grounds, work: Work, share: float) -> float:

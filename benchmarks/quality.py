@@ -37,7 +37,7 @@ from miniworld.evaluation.figures import Figure, Report, read_report
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 SAME = ("weights_hash", "dtype", "device", "torch", "settings")
 """What both sides must agree in."""
-FORM = ("linear", "attention", "sparse_tau", "sparse_block")
+FORM = ("linear", "attention", "sparse_tau", "sparse_block", "sparse_steps")
 """What makes them differ, where an evaluation has it."""
 CONTROL_DTYPE = "float32"
 """What a control may have where it has not the dtype of the exact side."""

@@ -116,13 +116,13 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 def latest_records(path: Path, key: Sequence[str]) -> list[dict[str, Any]]:
     """Return the last record of each thing, which records that agree in `key` tell of.
 
-    There is none where there is no file.
+    There is none where there is no file. What a record lacks, because it is older, is None.
     """
     latest: dict[tuple[object, ...], dict[str, Any]] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
-            latest[tuple(record[name] for name in key)] = record
+            latest[tuple(record.get(name) for name in key)] = record
     return list(latest.values())
 
 

@@ -56,7 +56,9 @@ APPROXIMATED_ROWS: tuple[tuple[str, str, str], ...] = (
     ("long", "clips not empty, 60 s", "things in view, 60 s"),
 )
 """The same of the table of approximations."""
-_FORM_KEY = ("linear", "attention", "sparse_tau", "sparse_block", "cases", "gpu")
+_FORM_KEY = (
+    "linear", "attention", "sparse_tau", "sparse_block", "sparse_steps", "cases", "gpu",
+)  # fmt: skip
 _PRODUCT_KEY = ("preset", "weights", "geometry", "dtype", "linear", "gpu", "cpu")
 _KEY = ("preset", "weights", "geometry", "dtype", "compile_blocks", "gpu", "cpu", "threads")
 """Records that agree in these tell of the same thing; the last one counts."""
@@ -128,9 +130,11 @@ def _approximations(path: Path) -> str:
     for record in records:
         figures = {(each["item"], each["name"]): each for each in record["figures"]}
         kept = sum(each["verdict"] == "kept" for each in record["figures"])
-        tau = record["sparse_tau"]
+        tau, steps = record["sparse_tau"], record.get("sparse_steps")
+        # Before it had a count of steps, it served all of them and the refresh.
+        where = "every pass" if steps is None else f"steps 1 to {steps}"
         form = f"{record['linear']}, {record['attention']}" + (
-            "" if tau is None else f" at {tau:g}, blocks of {record['sparse_block']}"
+            "" if tau is None else f" at {tau:g} in {where}, blocks of {record['sparse_block']}"
         )
         cells = [f"{form}, {record['cases']} clips"]
         for item, name, _ in APPROXIMATED_ROWS:

@@ -6,8 +6,8 @@
 `worldstream bench session` is the same. Owns the order of the measurement; everything goes through
 the `Session` that `serve` runs. Needs torch, triton, numpy, einops, safetensors and pillow alone.
 Rows: "exact" has the dtype of the weights, "A" puts the linears into eight bits, "sparse" also
-reads a part of the window in summary; both are approximations. Lines for people go to stderr, the
-last line of stdout is JSON.
+reads a part of the window in summary in its first steps; both are approximations. Lines for people
+go to stderr, the last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from benchmarks.options import add_options, command_parser, take_options
 from engine.config import (
     FRAMES_PER_LATENT,
     PRESET_NAMES,
-    SPARSE_TAU_CAREFUL,
     EngineConfig,
     KernelChoice,
     preset,
@@ -48,7 +47,7 @@ EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
 ROWS: dict[str, dict[str, Any]] = {
     "exact": {"linear": "bf16"},
     "A": {"linear": "fp8_rowwise"},
-    "sparse": {"linear": "fp8_rowwise", "attention": "sparse", "sparse_tau": SPARSE_TAU_CAREFUL},
+    "sparse": {"linear": "fp8_rowwise", "attention": "sparse"},
 }
 """Fields of `EngineConfig` by the name of a row."""
 SCENE = "meadow-lake"
@@ -141,7 +140,7 @@ class SessionRow:
     """Action accepted to first frame in host memory, the refresh before it done, as in service."""
     first_parts: list[dict[str, float]]
     density: float | None
-    """Share of the blocks of keys that sparse attention read."""
+    """Share of the blocks of keys that sparse attention read where it served."""
     plan: MemoryPlan
     allocated_gib: float
     reserved_gib: float
@@ -376,6 +375,8 @@ def as_record(scenario: SessionScenario, row: SessionRow) -> dict[str, Any]:
         "dtype": row.dtype,
         "linear": spec.engine.linear,
         "attention": spec.engine.attention,
+        "sparse_tau": None if row.density is None else spec.engine.sparse_tau,
+        "sparse_steps": None if row.density is None else spec.engine.sparse_steps,
         "density": None if row.density is None else round(row.density, 4),
         "kernels": spec.engine.kernels,
         "decoder": row.decoder,

@@ -33,8 +33,9 @@ SPARSE_DENSE_LAYERS = 2
 """First layers that read the whole window whatever `EngineConfig.attention` is."""
 SPARSE_TAU_LIMIT = 8.0
 """No block of a window is further from the mean."""
-SPARSE_TAU_CAREFUL = -0.5
-"""Reads most blocks: with fewer the small world forgets what it has seen."""
+SPARSE_STEPS = 2
+"""First denoise steps of a chunk in which "sparse" reads a part, by default."""
+SPARSE_STEPS_LIMIT = 64
 SPARSE_BLOCKS = (8, 16, 32, 64)
 """Keys that may share a summary."""
 LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
@@ -324,16 +325,17 @@ class EngineConfig:
     """Record passes as CUDA graphs and replay them. The same bits. "auto": on CUDA."""
     attention: AttentionName = "auto"
     """Attention over the window. "auto" measures the backends of this machine once, and keeps the
-    choice on disk, because a trace is made again with the same bits only by the same backend.
-    "sparse" reads a part of the window key by key and the rest in summary, which is an
-    approximation (`engine.kernels.sparse`)."""
+    choice, because a trace is made again with the same bits only by the same backend. "sparse" is
+    an approximation: it reads a part of the window and a summary (`engine.kernels.sparse`)."""
     sparse_tau: float = 1.0
-    """Standard deviations above the mean score at which "sparse" reads a block; larger reads less.
-    """
+    """Deviations above the mean score at which "sparse" reads a block; larger reads less."""
     sparse_block: int = 64
     """Keys that share a summary in "sparse", one of `SPARSE_BLOCKS`. What counts is their share of
     a picture: 64 are a sixth of one at 832x480, whose latents have 390 rows, but one and a half of
     the small world's, which have 40. So the small world is judged at 8, a fifth of a picture."""
+    sparse_steps: int = SPARSE_STEPS
+    """Denoise steps, the first of each chunk, in which "sparse" reads a part. The later ones and
+    the refresh, whose keys and values stay for long, read everything."""
     kernels: KernelChoice = "auto"
     """Fused kernels: "eager" rounds where the plain path rounds, "fast" once at each store. "auto":
     fast on CUDA unless something is compiled by name."""
@@ -366,8 +368,6 @@ class EngineConfig:
     """Of a model whose prompts go through an encoder with weights of its own."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"dtype is {self.dtype!r}; allowed: 'auto', 'float32', 'bfloat16'")
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and not index.isdecimal()):
             raise ConfigError(
@@ -377,6 +377,7 @@ class EngineConfig:
             ("compile", CompileChoice), ("attention", AttentionName), ("kernels", KernelChoice),
             ("graphs", Literal[True, False, "auto"]), ("free_adaln", Literal[True, False, "auto"]),
             ("qkv_layout", QkvChoice), ("lora_mode", LoraChoice),
+            ("dtype", Literal["auto", "float32", "bfloat16"]),
         ):  # fmt: skip
             value, allowed = getattr(self, name), typing.get_args(choices)
             if value not in allowed:
@@ -384,18 +385,19 @@ class EngineConfig:
         if self.linear not in LINEAR_SCHEMES and not self.linear.endswith(".json"):
             names = ", ".join(map(repr, LINEAR_SCHEMES))
             raise ConfigError(f"linear is {self.linear!r}; allowed: {names}, a json file")
-        if not -SPARSE_TAU_LIMIT <= self.sparse_tau <= SPARSE_TAU_LIMIT:
-            raise ConfigError(
-                f"sparse_tau is {self.sparse_tau}; allowed: {-SPARSE_TAU_LIMIT} to "
-                f"{SPARSE_TAU_LIMIT}"
-            )
+        least, most = -SPARSE_TAU_LIMIT, SPARSE_TAU_LIMIT
+        if not least <= self.sparse_tau <= most:
+            raise ConfigError(f"sparse_tau is {self.sparse_tau}; allowed: {least} to {most}")
         if self.sparse_block not in SPARSE_BLOCKS:
             blocks = ", ".join(map(str, SPARSE_BLOCKS))
             raise ConfigError(f"sparse_block is {self.sparse_block}; allowed: {blocks}")
+        if self.sparse_steps not in range(1, SPARSE_STEPS_LIMIT + 1):
+            bound = f"1 to {SPARSE_STEPS_LIMIT}, of those of the model"
+            raise ConfigError(f"sparse_steps is {self.sparse_steps}; allowed: {bound}")
         if self.attention != "sparse":
             # Said for nothing, it would look as if it had been heard.
-            for name, default in (("sparse_tau", 1.0), ("sparse_block", 64)):
-                value = getattr(self, name)
+            for name in ("sparse_tau", "sparse_block", "sparse_steps"):
+                value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
                 if value != default:
                     raise ConfigError(
                         f"{name} is {value} with attention {self.attention!r}; allowed: "

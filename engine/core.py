@@ -42,6 +42,7 @@ from engine.modulation import AudioTimes, LayerModulations, ModulationTables
 from engine.parallel import Alone, Exchange
 from engine.passes import ChunkPasses, pass_keys
 from engine.prefix import PrefixInputs
+from graphs.key import Phase
 from graphs.runner import GraphRunner
 
 
@@ -248,9 +249,10 @@ class RolloutCore:
         if views_BT44 is not None:
             self.open_chunk(state, views_BT44)
         if isinstance(state.cache, PackedCache) and self.options.are_all_taken:
-            self._pass(state, state.cache, latents_BCTHW, self._clean, keep=True)
+            self._pass(state.cache, latents_BCTHW, self._clean, Phase.REFRESH)
         else:
-            self._run(state, latents_BCTHW, [self._clean] * latents_BCTHW.shape[2], keep=True)
+            times = [self._clean] * latents_BCTHW.shape[2]
+            self._run(state, latents_BCTHW, times, Phase.REFRESH)
         state.cache.commit()
 
     def open_chunk(self, state: CoreState, views_BT44: Tensor) -> None:
@@ -272,26 +274,28 @@ class RolloutCore:
     ) -> Tensor:
         """Velocity of the open chunk at a denoise step, fp32 [B, C, T, H, W]."""
         is_plain = leading_count > 0 or not self.options.are_all_taken
+        phase = self._phase_at(step)
         if isinstance(state.cache, PackedCache) and not is_plain:
-            rows_BRC = self._pass(state, state.cache, x_BCTHW, step, keep=False)
+            rows_BRC = self._pass(state.cache, x_BCTHW, step, phase)
             assert rows_BRC is not None
             return unpatchify(rows_BRC, self.config.geometry)
         trailing_count = x_BCTHW.shape[2] - leading_count
         times = [self._clean] * leading_count + [step] * trailing_count
-        x_BRD = self._run(state, x_BCTHW, times, keep=False)
+        x_BRD = self._run(state, x_BCTHW, times, phase)
         rows_BRC = self.model.head_video(x_BRD, self._modulation.final(times))
         return unpatchify(rows_BRC, self.config.geometry)
 
-    def _pass(
-        self, state: CoreState, cache: PackedCache, x_BCTHW: Tensor, time: int, *, keep: bool
-    ) -> Tensor | None:
+    def _phase_at(self, step: int) -> Phase:
+        return Phase.SPARSE_DENOISE if self.attention.is_sparse_at(step) else Phase.DENOISE
+
+    def _pass(self, cache: PackedCache, x_BCTHW: Tensor, time: int, phase: Phase) -> Tensor | None:
         """One pass in which all rows share a time: velocity rows, or None for a refresh."""
         return self._passes.run(
             cache,
             patchify(x_BCTHW),
             self._modulation.time_index(time),
             self._modulation.of_passes(),
-            keep=keep,
+            phase,
         )
 
     def _packed_cache(self, tables: WindowTables, batch_size: int) -> PackedCache:
@@ -313,8 +317,11 @@ class RolloutCore:
     def _list_keys(self, state: CoreState) -> None:
         """Tell the runner which passes this prefix will have."""
         if self._passes.runner is not None and isinstance(state.cache, PackedCache):
-            batch_size = state.inputs.text_BRE.shape[0]
-            self._passes.runner.allow(pass_keys(state.cache, batch_size, self.model.dtype))
+            batch_size, steps = state.inputs.text_BRE.shape[0], range(len(self.times))
+            # In the order of a chunk; all denoise steps may be of one kind.
+            phases = dict.fromkeys([*map(self._phase_at, steps), Phase.REFRESH])
+            keys = pass_keys(state.cache, batch_size, self.model.dtype, tuple(phases))
+            self._passes.runner.allow(keys)
 
     def _check(self, name: str, latents_BCTHW: Tensor, latents: int) -> None:
         grid = self.config.geometry
@@ -362,15 +369,16 @@ class RolloutCore:
         )
 
     def _run(
-        self, state: CoreState, latents_BCTHW: Tensor, times: Sequence[int], *, keep: bool
+        self, state: CoreState, latents_BCTHW: Tensor, times: Sequence[int], phase: Phase
     ) -> Tensor:
         """One pass; ``times`` holds the index of each latent's time. Returns the chunk's rows.
 
-        A refresh (``keep``) has no output to speak of.
+        A refresh has no output to speak of.
         """
         x_BRD = self.model.embed_video(patchify(latents_BCTHW))
-        ops = self._block_ops
-        chunk = ChunkAttend(plan=self.attention, cache=state.cache, ops=ops, keep=keep)
+        ops, keep = self._block_ops, phase is Phase.REFRESH
+        plan = self.attention if phase is Phase.SPARSE_DENOISE else self.attention.dense
+        chunk = ChunkAttend(plan=plan, cache=state.cache, ops=ops, keep=keep)
         if self.options.prefix_cache:
             share = self._exchange.over(x_BRD.shape[1])
             modulations = self._modulations(

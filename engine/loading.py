@@ -121,7 +121,7 @@ def pretrained_parts(
         adapter=adapter,
     )
     check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
-    check_attention(config.attention, model_config, device, torch_dtype(choice.dtype))
+    check_attention(config, model_config, device, torch_dtype(choice.dtype))
     config = _with_lora_mode(config, adapter, world_size)
     weights_hash = _adapted_hash(known_hash or sampled_hash(weights), adapter)
     cache = QuantCache(CACHE_FOLDER.expanduser() / "linears", weights_hash, config)
@@ -226,7 +226,7 @@ def random_parts(
         model_config, config, device, sizes, world_size=world_size, files=files, adapter=adapter
     )
     check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
-    check_attention(config.attention, model_config, device, torch_dtype(choice.dtype))
+    check_attention(config, model_config, device, torch_dtype(choice.dtype))
     config = _with_lora_mode(config, adapter, world_size)
     model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
     generator = torch.Generator(device).manual_seed(seed)

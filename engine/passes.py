@@ -4,13 +4,15 @@ Owns `chunk_forward`, which reads nothing but its inputs and the weights, so tha
 as a whole and captured; and `ChunkPasses`, which decides how it runs. Nothing in it that differs
 from step to step, chunk to chunk or prompt to prompt is a number of Python: the denoise step is a
 tensor, cameras and tables are tensors, the open chunk is the end of the windows that are given. So
-two compiled forms, denoise and refresh, serve every window and every length of prompt.
+two compiled forms, denoise and refresh, serve every window and every length of prompt; a third is
+for denoise steps that read a part of the window.
 Shape suffixes: B batch, R rows, S key rows, C features, D width, N heads, K head width, L layers,
 M distinct times, G camera groups, 44 a matrix.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +114,8 @@ class ChunkPasses:
     Args:
         model: its weights stay where they are.
         ops: how the blocks compute.
-        plan: of the attention over the window.
+        plan: of the attention over the window; the passes of `Phase.SPARSE_DENOISE` alone read it
+            in part.
         exchange: how ranks share the pass.
         is_compiled: compile the pass as a whole, at its first use.
         runner: replays passes from graphs; None runs each anew.
@@ -131,15 +134,23 @@ class ChunkPasses:
         self._dtype = model.dtype
         self._is_compiled = is_compiled
         self.runner = runner
+        dense = plan.dense
 
-        def denoise(inputs: ChunkInputs) -> Tensor | None:
+        def sparse_denoise(inputs: ChunkInputs) -> Tensor | None:
             return chunk_forward(model, ops, plan, exchange, inputs, keep=False)
 
-        def refresh(inputs: ChunkInputs) -> Tensor | None:
-            return chunk_forward(model, ops, plan, exchange, inputs, keep=True)
+        def denoise(inputs: ChunkInputs) -> Tensor | None:
+            return chunk_forward(model, ops, dense, exchange, inputs, keep=False)
 
-        self._denoise = compile_module(denoise) if is_compiled else denoise
-        self._refresh = compile_module(refresh) if is_compiled else refresh
+        def refresh(inputs: ChunkInputs) -> Tensor | None:
+            return chunk_forward(model, ops, dense, exchange, inputs, keep=True)
+
+        forms = {
+            Phase.SPARSE_DENOISE: sparse_denoise, Phase.DENOISE: denoise, Phase.REFRESH: refresh,
+        }  # fmt: skip
+        self._forms = {
+            phase: compile_module(form) if is_compiled else form for phase, form in forms.items()
+        }
         self._inputs: dict[int, tuple[StaticBuffers, Placement]] = {}
         self._placed: dict[int, Placement] = {}
 
@@ -149,8 +160,7 @@ class ChunkPasses:
         rows_BRC: Tensor,
         step_1: Tensor,
         tables: PassTables,
-        *,
-        keep: bool,
+        phase: Phase,
     ) -> Tensor | None:
         """Run one pass over the open chunk of `cache`.
 
@@ -159,11 +169,11 @@ class ChunkPasses:
             rows_BRC: fp32 patches.
             step_1: see `ChunkInputs`.
             tables: at the same addresses each time, or the runner is cleared.
-            keep: whether this is the refresh.
+            phase: a denoise step, one that reads a part of the window, or the refresh.
 
         Returns the velocity rows, which hold until the next pass; None for a refresh.
         """
-        windows, form = cache.views, self._refresh if keep else self._denoise
+        windows, form = cache.views, self._forms[phase]
         if self._is_compiled:
             _let_rows_vary(windows)
         if self.runner is None:
@@ -175,7 +185,6 @@ class ChunkPasses:
         else:
             inputs = self._static_inputs(cache, rows_BRC, step_1, windows, tables)
             buffers, _ = self._inputs[rows_BRC.shape[0]]
-            phase = Phase.REFRESH if keep else Phase.DENOISE
             fixed = (
                 *(buffers[name] for name in buffers.names),
                 *windows.keys_BSNK, *windows.values_BSNK, *windows.raw_BRNK,
@@ -187,7 +196,7 @@ class ChunkPasses:
                 lambda: form(inputs),
                 fixed,
             )
-        if keep:
+        if phase is Phase.REFRESH:
             cache.kept()
         return output
 
@@ -235,9 +244,11 @@ class ChunkPasses:
         )  # fmt: skip
 
 
-def pass_keys(cache: PackedCache, batch: int, dtype: torch.dtype) -> list[GraphKey]:
-    """Keys of all passes over a cache: both phases of the steady window, then of shorter ones."""
-    slots, phases = range(cache.history_limit, -1, -1), (Phase.DENOISE, Phase.REFRESH)
+def pass_keys(
+    cache: PackedCache, batch: int, dtype: torch.dtype, phases: Sequence[Phase]
+) -> list[GraphKey]:
+    """Keys of all passes over a cache: all phases of the steady window, then of shorter ones."""
+    slots = range(cache.history_limit, -1, -1)
     return [_key(cache, batch, dtype, phase, slot) for slot in slots for phase in phases]
 
 

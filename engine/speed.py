@@ -23,13 +23,13 @@ from engine.attention.placement import PlacementOps, eager_ops, place, turn
 from engine.attention.sparse import require_sparse, with_sparse
 from engine.attention.timing import measure_on
 from engine.block_ops import BlockOps, PlainBlockOps
-from engine.config import AttentionName, EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
 from engine.model.packed_linear import can_pack, pack_blocks
 from graphs.capture import CudaCapture
 from graphs.compile import compile_module, compile_region, keep_compiled_code
-from graphs.runner import GraphRunner
+from graphs.runner import GraphRunner, RunnerLimits
 
 _log = logging.getLogger(__name__)
 
@@ -88,17 +88,17 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def check_attention(
-    name: AttentionName, model: ModelConfig, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Refuse attention that this machine or this model does not have, before weights are read.
 
-    Raises: UnsupportedError.
+    Raises: UnsupportedError; ConfigError for more sparse steps than the model has.
     """
     need = AttentionNeed.on(device, dtype, model.attention_head_dim)
-    if name == "sparse":
-        require_sparse(need, model.num_layers)
+    if config.attention == "sparse":
+        require_sparse(need, model, config.sparse_steps)
     else:
-        select_backend(need, name)
+        select_backend(need, config.attention)
 
 
 def _little(x: Tensor) -> Tensor:
@@ -146,8 +146,15 @@ def speed_parts(
         ops=ops,
         block_ops=block_ops,
         is_compiled=config.compile == "full",
-        runner=GraphRunner(CudaCapture(device)) if config.graphs is True else None,
+        runner=GraphRunner(CudaCapture(device), _limits(config)) if config.graphs is True else None,
     )
+
+
+def _limits(config: EngineConfig) -> RunnerLimits:
+    """As by default, but for a chunk of three passes instead of two."""
+    if config.attention != "sparse":
+        return RunnerLimits()
+    return RunnerLimits(captures_per_turn=3, max_entries=48)
 
 
 def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) -> AttentionPlan:
@@ -166,8 +173,8 @@ def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) ->
     if config.attention != "sparse":
         return plan
     return with_sparse(
-        plan, shapes[-1], layers=sizes.num_layers, tau=config.sparse_tau,
-        block=config.sparse_block, device=device,
+        plan, shapes[-1], sizes, tau=config.sparse_tau, block=config.sparse_block,
+        steps=config.sparse_steps, device=device,
     )  # fmt: skip
 
 

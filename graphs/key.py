@@ -15,6 +15,8 @@ import torch
 class Phase(StrEnum):
     """What a pass is for."""
 
+    SPARSE_DENOISE = "sparse denoise"
+    """Reads a part of the window."""
     DENOISE = "denoise"
     REFRESH = "refresh"
     DECODE = "decode"

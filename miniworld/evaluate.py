@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import torch
 
-from engine.config import AttentionName, preset
+from engine.config import SPARSE_STEPS, AttentionName, preset
 from engine.errors import WorldStreamError
 from engine.provenance import processor_name, source_commit
 from miniworld.evaluation import endurance, quality
@@ -91,6 +91,7 @@ def describe(models: Models, settings: Settings, *, commit: str | None = None) -
         "attention": models.attention,
         "sparse_tau": models.sparse_tau,
         "sparse_block": models.sparse_block,
+        "sparse_steps": models.sparse_steps,
         "device": torch.cuda.get_device_name(device) if is_cuda else processor_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -133,6 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--sparse-tau", type=float, default=1.0, help="of sparse attention: larger reads less")
     add("--sparse-block", type=int, default=64, help="of sparse attention: keys that share a "
         "summary; 8 cover as much of a picture here as 64 do at 832x480")  # fmt: skip
+    add("--sparse-steps", type=int, default=SPARSE_STEPS, help="of sparse attention: denoise "
+        "steps, the first of a chunk, that read a part")  # fmt: skip
     return parser
 
 
@@ -168,6 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             attention=args.attention,
             sparse_tau=args.sparse_tau,
             sparse_block=args.sparse_block,
+            sparse_steps=args.sparse_steps,
         )
     except WorldStreamError as error:
         parser.error(f"{error}")

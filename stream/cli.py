@@ -165,6 +165,8 @@ class Serve:
     """Of sparse attention, by default 1: larger reads less."""
     sparse_block: Number = None
     """Of sparse attention: keys that share a summary, 64 by default."""
+    sparse_steps: Number = None
+    """Of sparse attention: denoise steps, the first of a chunk, that read a part, by default 2."""
     kernels: Text = None
     """Fused kernels and where they round: auto, off, eager or fast."""
     compile: Text = None

@@ -12,7 +12,14 @@ from typing import Annotated, Literal
 import tyro
 
 from benchmarks.session_speed import SessionScenario, run_sessions
-from engine.config import AttentionName, EngineConfig, KernelChoice, LoraChoice, preset
+from engine.config import (
+    SPARSE_STEPS,
+    AttentionName,
+    EngineConfig,
+    KernelChoice,
+    LoraChoice,
+    preset,
+)
 from engine.errors import ConfigError
 from stream.jobs import File, Text
 
@@ -43,6 +50,8 @@ class BenchEngine:
     """Of sparse attention: larger reads less."""
     sparse_block: int = 64
     """Of sparse attention: keys that share a summary."""
+    sparse_steps: int = SPARSE_STEPS
+    """Of sparse attention: denoise steps, the first of a chunk, that read a part."""
     kernels: KernelChoice = "auto"
     """Fused kernels and where they round."""
     linear: str = "bf16"
@@ -92,6 +101,7 @@ class BenchEngine:
                 attention=self.attention,
                 sparse_tau=self.sparse_tau,
                 sparse_block=self.sparse_block,
+                sparse_steps=self.sparse_steps,
                 kernels=self.kernels,
                 linear=self.linear,
                 lora=self.lora,
@@ -107,8 +117,8 @@ class BenchEngine:
     def _climb(self) -> int:
         """Run the ladder, which chooses for itself how each row runs."""
         for name in (
-            "compile", "graphs", "attention", "sparse_tau", "sparse_block", "kernels", "linear",
-            "lora", "lora_mode", "ablations",
+            "compile", "graphs", "attention", "sparse_tau", "sparse_block", "sparse_steps",
+            "kernels", "linear", "lora", "lora_mode", "ablations",
         ):  # fmt: skip
             default = next(each.default for each in fields(self) if each.name == name)
             if getattr(self, name) != default:

@@ -179,6 +179,7 @@ def trace_header(
         attention=world.speed.attention,
         sparse_tau=world.speed.sparse_tau,
         sparse_block=world.speed.sparse_block,
+        sparse_steps=world.speed.sparse_steps,
         kernels=world.speed.kernels,
         compile=world.speed.compile,
         torch_version=torch.__version__,

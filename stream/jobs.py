@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from engine.config import SPARSE_BLOCKS
+from engine.config import SPARSE_BLOCKS, SPARSE_STEPS, SPARSE_STEPS_LIMIT
 from engine.errors import ConfigError
 from stream.record import GIF_LIMIT_S
 from stream.script import FRAMES_PER_CHUNK, FRAMES_PER_SECOND, KeyScript, load_script
@@ -94,6 +94,8 @@ class JobOptions:
     """Of sparse attention: larger reads less."""
     sparse_block: Number = "64"
     """Of sparse attention: keys that share a summary."""
+    sparse_steps: Number = str(SPARSE_STEPS)
+    """Of sparse attention: denoise steps, the first of a chunk, that read a part."""
     kernels: str = "auto"
     """Fused kernels and where they round: auto, off, eager or fast."""
     lora: File = None
@@ -162,6 +164,7 @@ def plan(options: JobOptions) -> Job:
         attention=options.attention,
         sparse_tau=_number(options.sparse_tau, "sparse_tau"),
         sparse_block=_one_of(options.sparse_block, "sparse_block", SPARSE_BLOCKS),
+        sparse_steps=_whole(options.sparse_steps, "sparse_steps", 1, SPARSE_STEPS_LIMIT),
         kernels=options.kernels,
         prompts=prompt_options(
             encoder=options.prompt_encoder,

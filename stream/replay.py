@@ -89,6 +89,7 @@ def plan_replay(
         attention=header.attention,
         sparse_tau=header.sparse_tau,
         sparse_block=header.sparse_block,
+        sparse_steps=header.sparse_steps,
         kernels=header.kernels,
         compiling=header.compile,
     )

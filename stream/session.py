@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from engine.config import FRAMES_PER_LATENT, Geometry
+from engine.config import FRAMES_PER_LATENT, SPARSE_STEPS, Geometry
 from engine.errors import StateError
 from engine.memory import window_bytes
 from stream.trace import Digest
@@ -48,6 +48,7 @@ class WorldSpeed:
     attention: str = "auto"
     sparse_tau: float = 1.0
     sparse_block: int = 64
+    sparse_steps: int = SPARSE_STEPS
     kernels: str = "off"
     compile: str = "off"
 
@@ -136,7 +137,8 @@ class ModelWorld:
         config = engine.config
         self.speed = WorldSpeed(
             linear=config.linear, attention=config.attention, sparse_tau=config.sparse_tau,
-            sparse_block=config.sparse_block, kernels=config.kernels, compile=config.compile,
+            sparse_block=config.sparse_block, sparse_steps=config.sparse_steps,
+            kernels=config.kernels, compile=config.compile,
         )  # fmt: skip
         self.note = engine.dtype_choice.reason
         self.is_finite = True
@@ -225,7 +227,7 @@ class ModelWorld:
     def take_density(self) -> float | None:
         """Return the share of blocks of keys that sparse attention read since the last call.
 
-        Waits for the device. None where attention reads all of them.
+        Passes that read all of them do not count. Waits for the device. None where every pass does.
         """
         sparse = self._engine.core.attention.sparse
         return None if sparse is None else sparse.take_density()

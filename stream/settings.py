@@ -15,7 +15,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from engine.config import SPARSE_BLOCKS, SPARSE_TAU_LIMIT, AttentionName
+from engine.config import (
+    SPARSE_BLOCKS,
+    SPARSE_STEPS,
+    SPARSE_STEPS_LIMIT,
+    SPARSE_TAU_LIMIT,
+    AttentionName,
+)
 from engine.errors import ConfigError
 from stream.ice_servers import parse_ice_server, with_user
 from stream.protocol import IceServer
@@ -47,6 +53,8 @@ class ServerSettings(BaseSettings):
     """Of sparse attention: larger reads less."""
     sparse_block: int = 64
     """Of sparse attention: keys that share a summary."""
+    sparse_steps: Annotated[int, Field(ge=1, le=SPARSE_STEPS_LIMIT)] = SPARSE_STEPS
+    """Of sparse attention: denoise steps, the first of a chunk, that read a part."""
     kernels: Literal["auto", "off", "eager", "fast"] = "auto"
     """Fused kernels and where they round."""
     compile: Literal["auto", "off", "blocks", "full"] = "auto"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine.types import Action
 
-TRACE_VERSION = 6
+TRACE_VERSION = 7
 """Rises where an older trace would be read, but not made again bit for bit."""
 TRACE_SUFFIX = ".trace.jsonl"
 FILE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -59,6 +59,7 @@ class TraceHeader:
     attention: str
     sparse_tau: float
     sparse_block: int
+    sparse_steps: int
     kernels: str
     compile: str
     torch_version: str

@@ -162,6 +162,7 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
         attention=settings.attention,
         sparse_tau=settings.sparse_tau,
         sparse_block=settings.sparse_block,
+        sparse_steps=settings.sparse_steps,
         kernels=settings.kernels,
         compiling=settings.compile,
         is_long_lived=True,

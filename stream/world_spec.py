@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import PRESET_NAMES, EngineConfig, Geometry, PromptOptions, preset
+from engine.config import (
+    PRESET_NAMES,
+    SPARSE_STEPS,
+    EngineConfig,
+    Geometry,
+    PromptOptions,
+    preset,
+)
 from engine.errors import ConfigError
 from stream.images import SeedImage, load_seed_image
 
@@ -58,6 +65,7 @@ def world_spec(
     attention: str = "auto",
     sparse_tau: float = 1.0,
     sparse_block: int = 64,
+    sparse_steps: int = SPARSE_STEPS,
     kernels: str = "auto",
     compiling: str = "auto",
     is_long_lived: bool = False,
@@ -101,6 +109,7 @@ def world_spec(
             attention=attention,  # type: ignore[arg-type]  # checked there
             sparse_tau=sparse_tau,
             sparse_block=sparse_block,
+            sparse_steps=sparse_steps,
             kernels=kernels,  # type: ignore[arg-type]  # checked there
             compile=compiling,  # type: ignore[arg-type]  # checked there
             is_long_lived=is_long_lived,

@@ -7,6 +7,7 @@ Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -85,6 +86,8 @@ class AttentionPlan:
     video: AttentionBackend
     sparse: SparseAttention | None = None
     """Of the video rows in the layers whose windows are summarized."""
+    sparse_steps: int = 0
+    """First denoise steps of a chunk that `sparse` serves."""
 
     @property
     def names(self) -> dict[str, str]:
@@ -94,6 +97,15 @@ class AttentionPlan:
             "audio": self.audio.name,
             "video": self.video.name if self.sparse is None else self.sparse.name,
         }
+
+    @property
+    def dense(self) -> AttentionPlan:
+        """The same, reading everything."""
+        return dataclasses.replace(self, sparse=None, sparse_steps=0)
+
+    def is_sparse_at(self, step: int) -> bool:
+        """Whether a denoise step reads a part of the window; a refresh never does."""
+        return self.sparse is not None and step < self.sparse_steps
 
     def over_window(
         self, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor, summary: KeySummary | None

@@ -1,8 +1,8 @@
 """Attention of a chunk's rows that reads a part of the window and the rest in summary (class A).
 
 Owns `SparseAttention`, what it has to prove before it is used, and the count of what it reads. The
-formula and the blocks are those of `engine.kernels.sparse`; the sink is the prefix. Prefix rows and
-the first layers (`SPARSE_DENSE_LAYERS`) are not its affair.
+formula and the blocks are those of `engine.kernels.sparse`; the sink is the prefix. Prefix rows,
+the first layers (`SPARSE_DENSE_LAYERS`), later denoise steps and the refresh are not its affair.
 Shape suffixes: B batch, R query rows, S key rows, N heads, K head width.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionNeed, AttentionPlan, AttentionShape, select_backend
-from engine.config import SPARSE_DENSE_LAYERS
-from engine.errors import UnsupportedError
+from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
+from engine.errors import ConfigError, UnsupportedError
 from engine.kernels import sparse
 from engine.kernels.sparse import KeySummary
 
@@ -89,9 +89,22 @@ def sparse_refusal(need: AttentionNeed, layers: int) -> str | None:
     return None
 
 
-def require_sparse(need: AttentionNeed, layers: int) -> None:
-    """Raises: UnsupportedError where a model cannot be served."""
-    reason = sparse_refusal(need, layers)
+def require_sparse(need: AttentionNeed, model: ModelConfig, steps: int) -> None:
+    """Refuse what cannot be served.
+
+    Args:
+        need: of the model.
+        model: its layers and denoise steps.
+        steps: first denoise steps of a chunk that are to read a part.
+
+    Raises: ConfigError for more steps than there are, UnsupportedError for the model or the device.
+    """
+    if not 1 <= steps <= model.sampler.steps:
+        raise ConfigError(
+            f"sparse_steps is {steps}; allowed: 1 to {model.sampler.steps}, the denoise steps of "
+            "this model"
+        )
+    reason = sparse_refusal(need, model.num_layers)
     if reason is not None:
         raise UnsupportedError(f"attention sparse refuses {need}: {reason}")
 
@@ -99,10 +112,11 @@ def require_sparse(need: AttentionNeed, layers: int) -> None:
 def with_sparse(
     plan: AttentionPlan,
     shape: AttentionShape,
+    model: ModelConfig,
     *,
-    layers: int,
     tau: float,
     block: int,
+    steps: int,
     device: torch.device,
 ) -> AttentionPlan:
     """Let a plan read the window in part, once that agrees with reading all of it.
@@ -112,15 +126,16 @@ def with_sparse(
     Args:
         plan: of everything else.
         shape: of the video rows over a full window.
-        layers: of the model.
+        model: of these rows.
         tau: see `SparseAttention`.
         block: see there.
+        steps: first denoise steps of a chunk that read a part.
         device: of the model.
 
-    Raises: UnsupportedError where it cannot serve or, reading every block, is further from torch's
-        own product than rounding.
+    Raises: ConfigError for steps that there are not; UnsupportedError where it cannot serve or,
+        reading every block, is further from torch's own product than rounding.
     """
-    require_sparse(shape.need, layers)
+    require_sparse(shape.need, model, steps)
     errors = route_all_errors(shape, block, device)
     gate = _GATE | ({"max": _LONG_MAX} if shape.keys >= _LONG_KEYS else {})
     told = ", ".join(f"{name} {errors[name]:.2e} (at most {most})" for name, most in gate.items())
@@ -128,8 +143,11 @@ def with_sparse(
         raise UnsupportedError(
             f"attention sparse, reading every block of {shape}, differs from sdpa: {told}"
         )
-    _log.info("attention_sparse tau=%g block=%d %s, reading all: %s", tau, block, shape, told)
-    return dataclasses.replace(plan, sparse=SparseAttention(tau, block, device))
+    _log.info(
+        "attention_sparse tau=%g block=%d steps=%d %s, reading all: %s",
+        tau, block, steps, shape, told,
+    )  # fmt: skip
+    return dataclasses.replace(plan, sparse=SparseAttention(tau, block, device), sparse_steps=steps)
 
 
 def route_all_errors(shape: AttentionShape, block: int, device: torch.device) -> dict[str, float]:

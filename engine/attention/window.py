@@ -57,6 +57,7 @@ class ChunkAttend:
     """Rows of the current chunk over the whole window."""
 
     plan: AttentionPlan
+    """Of this very pass: dense, or with sparse attention."""
     cache: WindowCache
     ops: RowOps
     keep: bool
@@ -66,7 +67,7 @@ class ChunkAttend:
         """Attend to prefix, history and the chunk itself."""
         window = self.cache.window(layer, q_BRNK, k_BRNK, v_BRNK, keep=self.keep)
         keys_BSNK, values_BSNK, summary = window.keys_BSNK, window.values_BSNK, window.summary
-        if summary is not None:
+        if summary is not None and self.plan.sparse is not None:
             # All of it: in a pass over the prefix as well, the prefix may be new.
             summary.renew(keys_BSNK, values_BSNK)
         o_BRNK = self.plan.over_window(window.q_BRNK, keys_BSNK, values_BSNK, summary)

@@ -24,7 +24,7 @@ from engine.attention.sparse import with_sparse
 from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
 from engine.checkpoint.reading import load_model
 from engine.checkpoint.source import open_source
-from engine.config import AttentionName, EngineConfig, ModelConfig, preset
+from engine.config import SPARSE_STEPS, AttentionName, EngineConfig, ModelConfig, preset
 from engine.core import RolloutCore
 from engine.linears import check_linears
 from engine.model.dit import MiniMaxH3Transformer
@@ -58,6 +58,8 @@ class Models:
     """Threshold of sparse attention, where it is in use."""
     sparse_block: int | None = None
     """Keys of its blocks."""
+    sparse_steps: int | None = None
+    """Denoise steps that it serves."""
 
     @property
     def config(self) -> ModelConfig:
@@ -80,6 +82,7 @@ def load(
     attention: AttentionName = "auto",
     sparse_tau: float = 1.0,
     sparse_block: int = 64,
+    sparse_steps: int = SPARSE_STEPS,
 ) -> Models:
     """Load models in one dtype.
 
@@ -93,13 +96,17 @@ def load(
         attention: backend of the attention over the window, or "sparse".
         sparse_tau: see `SparseAttention`.
         sparse_block: see `EngineConfig`.
+        sparse_steps: see there.
 
     Raises: FileNotFoundError or CheckpointError when the folder is neither, ConfigError for a
         scheme, backend or threshold that is no such thing, UnsupportedError for one that this
         device lacks.
     """
-    # Refuses what is no threshold and no size of a block.
-    EngineConfig(attention=attention, sparse_tau=sparse_tau, sparse_block=sparse_block)
+    # Refuses what is no threshold, no size of a block and no count of steps.
+    EngineConfig(
+        attention=attention, sparse_tau=sparse_tau, sparse_block=sparse_block,
+        sparse_steps=sparse_steps,
+    )  # fmt: skip
     sizes = preset("mini").model
     check_linears(linear, sizes, device, dtype)
     need = AttentionNeed.on(device, dtype, sizes.attention_head_dim)
@@ -107,8 +114,9 @@ def load(
     if attention == "sparse":
         shape = group_shapes(sizes, sizes.num_attention_heads, need)[-1]
         plan = with_sparse(
-            plan, shape, layers=sizes.num_layers, tau=sparse_tau, block=sparse_block, device=device
-        )
+            plan, shape, sizes, tau=sparse_tau, block=sparse_block, steps=sparse_steps,
+            device=device,
+        )  # fmt: skip
     model, text, vae, label, weights_hash = _parts(source, device, dtype, stage)
     model.eval().requires_grad_(False)
     quantize_(model, scheme_of(linear))
@@ -122,6 +130,7 @@ def load(
         attention=plan.names["video"],
         sparse_tau=None if plan.sparse is None else plan.sparse.tau,
         sparse_block=None if plan.sparse is None else plan.sparse.block,
+        sparse_steps=None if plan.sparse is None else plan.sparse_steps,
     )
 
 

@@ -252,10 +252,11 @@ def test_the_first_two_blocks_and_the_last_three_stay_out_of_eight_bits():
     assert fp8_share(model, "bf16") == 0.0
 
 
-def test_the_first_two_blocks_read_all_keys():
+def test_the_first_two_blocks_and_later_steps_read_all_keys():
     model = preset("h3_33b").model
-    assert read_share(model, 0.4) == pytest.approx(0.04 + 0.96 * 0.4)
-    assert read_share(model, None) == 1.0
+    # Five passes, the last of which is a layer short.
+    assert read_share(model, 0.4, 2) == pytest.approx(1.0 - 2 * 0.96 * 0.6 / 4.98)
+    assert read_share(model, None, 2) == 1.0
     less_ms = FLOOR.chunk_ms(model) - FLOOR.chunk_ms(model, read_share=0.5)
     assert less_ms == pytest.approx(2.0 * 5, rel=0.01)
 

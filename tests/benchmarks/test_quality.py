@@ -231,7 +231,7 @@ def test_the_record_names_the_control_and_each_movement(
     row = json.loads(record.read_text())
     assert row["control"] == {
         "dtype": "float32", "linear": "bf16", "attention": "sdpa", "sparse_tau": None,
-        "sparse_block": None,
+        "sparse_block": None, "sparse_steps": None,
         "commit": "abc1234",
     }  # fmt: skip
     figure = row["figures"][0]

@@ -117,14 +117,18 @@ def test_approximations_show_the_last_record_of_each_form(tmp_path: Path) -> Non
         "attention": "sparse",
         "sparse_tau": 1.25,
         "sparse_block": 8,
+        "sparse_steps": 2,
         "figures": [shown | {"approximate": None}],
     }
     path = tmp_path / "quality.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in (record, broken, record)))
+    older = {name: value for name, value in broken.items() if name != "sparse_steps"}
+    written = (record, broken, older, record)
+    path.write_text("".join(json.dumps(each) + "\n" for each in written))
     text = report.card_section(_quality(tmp_path / "figures.json"), path, tmp_path / "missing")
     assert text.count("fp8_rowwise, sdpa, 64 clips |  |  |  | 0.0621 -> 0.07 |") == 1
     assert "| 1 of 2 | abc1234 |" in text
-    assert "| fp8_rowwise, sparse at 1.25, blocks of 8, 64 clips |" in text
+    assert "| fp8_rowwise, sparse at 1.25 in steps 1 to 2, blocks of 8, 64 clips |" in text
+    assert "| fp8_rowwise, sparse at 1.25 in every pass, blocks of 8, 64 clips |" in text
     assert "0.0621 -> - |" in text
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from engine import loading
 from engine.attention.base import AttentionNeed, AttentionPlan, AttentionShape, select_backend
 from engine.attention.sparse import (
     SparseAttention,
@@ -31,6 +32,7 @@ from tests.tolerances import FP32_ATOL, FP32_ROLLOUT_ATOL, FP32_RTOL
 pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
+STRICT = RunnerLimits(captures_per_turn=3, is_strict=True)
 CONFIG = tiny_config(
     attention_head_dim=32, rope_freq_dim=4, geometry=Geometry(height_px=64, width_px=256)
 )
@@ -39,9 +41,9 @@ NEED = AttentionNeed(device_type="cpu", dtype=torch.float32, head_dim=32)
 SHAPE = AttentionShape(group="video", rows=80, keys=523, heads=2, need=NEED)
 
 
-def _plan(tau: float = 1.0, block: int = 64) -> AttentionPlan:
+def _plan(tau: float = 1.0, block: int = 64, steps: int = 2) -> AttentionPlan:
     dense = AttentionPlan.of(select_backend(NEED))
-    return dataclasses.replace(dense, sparse=SparseAttention(tau, block, CPU))
+    return dataclasses.replace(dense, sparse=SparseAttention(tau, block, CPU), sparse_steps=steps)
 
 
 def _eventful(core: RolloutCore) -> list[torch.Tensor]:
@@ -72,9 +74,37 @@ def packed(model):
     return _eventful(RolloutCore(model, attention=_plan()))
 
 
-def test_the_plain_cache_gives_the_same_bits(model, packed):
-    core = RolloutCore(model, CoreOptions(packed_history=False), attention=_plan())
-    assert all(torch.equal(*pair) for pair in zip(packed, _eventful(core), strict=True))
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_the_plain_cache_gives_the_same_bits(model, packed, steps):
+    plan = _plan(steps=steps)
+    core = RolloutCore(model, CoreOptions(packed_history=False), attention=plan)
+    made = packed if steps == 2 else _eventful(RolloutCore(model, attention=plan))
+    assert all(torch.equal(*pair) for pair in zip(made, _eventful(core), strict=True))
+    assert torch.equal(made[-1], packed[-1]) == (steps == 2)
+
+
+def _recorded(model, plan: AttentionPlan) -> RolloutCore:
+    return RolloutCore(model, attention=plan, runner=GraphRunner(TapeCapture(), STRICT))
+
+
+def _velocities(core: RolloutCore, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Velocity at each denoise step of the chunk after the given ones."""
+    views, state = walk_views(CONFIG, len(given) + 1), core.begin(random_prefix(CONFIG, 1))
+    for index, latents in enumerate(given):
+        core.refresh(state, latents, views[:, 5 * index : 5 * index + 5])
+    core.open_chunk(state, views[:, -5:])
+    x = chunk_noise(CONFIG, 99)[0]
+    return [core.velocity(state, x, step).clone() for step in range(len(core.times))]
+
+
+@pytest.mark.parametrize("form", ["packed", "plain", "prefix_in_every_pass", "recorded"])
+def test_later_steps_and_the_refresh_have_the_bits_of_dense_attention(model, packed, form):
+    options = CoreOptions(packed_history=form != "plain", prefix_cache=form[:6] != "prefix")
+    plan, dense = _plan(), RolloutCore(model, options)
+    core = _recorded(model, plan) if form == "recorded" else None
+    core = core or RolloutCore(model, options, attention=plan)
+    pairs = zip(_velocities(core, packed[:6]), _velocities(dense, packed[:6]), strict=True)
+    assert [torch.equal(*pair) for pair in pairs] == [False, False, True, True]
 
 
 def test_both_caches_keep_short_blocks(model, packed):
@@ -85,12 +115,37 @@ def test_both_caches_keep_short_blocks(model, packed):
 
 
 def test_recorded_passes_give_the_same_bits(model, packed):
-    runner = GraphRunner(TapeCapture(), RunnerLimits(is_strict=True))
-    core = RolloutCore(model, attention=_plan(), runner=runner)
+    core = _recorded(model, _plan())
+    runner = core.runner
+    assert runner is not None
     for _ in range(2):  # the second time over the memory and the recordings of the first
         assert all(torch.equal(*pair) for pair in zip(packed, _eventful(core), strict=True))
     assert runner.counts.replays > 10
     assert runner.counts.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "phases"),
+    [
+        (1, ["sparse denoise", "denoise", "refresh"]),
+        (3, ["sparse denoise", "denoise", "refresh"]),
+        (4, ["sparse denoise", "refresh"]),
+    ],
+)
+def test_each_kind_of_pass_is_recorded_once_a_window(model, steps, phases):
+    core, views = _recorded(model, _plan(steps=steps)), walk_views(CONFIG, 8)
+    state = core.begin(random_prefix(CONFIG, 1))
+    for index in range(8):
+        noise, span = chunk_noise(CONFIG, index), views[:, 5 * index : 5 * index + 5]
+        core.refresh(state, core.denoise(state, noise[0], noise[1:], span))
+    assert core.runner is not None
+    keys = [entry.key for entry in core.runner.entries]
+    assert {key.history_rows for key in keys} == {5 * CONFIG.rows_per_chunk}
+    assert sorted(key.phase for key in keys) == sorted(phases)
+    replays = {entry.key.phase: entry.replay_count for entry in core.runner.entries}
+    # Seven chunks to fill the window; the next one records them.
+    assert replays["sparse denoise"] == 2 * steps
+    assert replays.get("denoise", 0) == (8 - 2 * steps)
 
 
 def test_a_prefix_in_every_pass_is_summarized_in_every_pass(model, packed):
@@ -108,7 +163,7 @@ def test_it_approximates_what_reads_everything(model, packed):
     assert not torch.equal(packed[-1], exact[-1])
 
 
-def test_one_compiled_form_serves_every_window(model, packed, monkeypatch):
+def test_three_compiled_forms_serve_every_window(model, packed, monkeypatch):
     compiler = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda fn, **more: compiler(fn, **more | {"backend": "aot_eager"})
@@ -116,7 +171,7 @@ def test_one_compiled_form_serves_every_window(model, packed, monkeypatch):
     core = RolloutCore(model, attention=_plan(), is_compiled=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert all(torch.equal(*pair) for pair in zip(packed, _eventful(core), strict=True))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 3
 
 
 def test_the_first_layers_read_everything(model):
@@ -134,6 +189,18 @@ def test_the_share_that_is_read_is_known_and_taken_once(model):
     check_density(plan.sparse.take_density())
     assert plan.sparse.take_density() == 0.0
     assert plan.names == {"conditioning": "sdpa", "audio": "sdpa", "video": "sparse"}
+    assert plan.dense.names["video"] == "sdpa"
+
+
+def test_passes_that_read_everything_do_not_count_to_the_share(model):
+    plan = _plan()
+    core = RolloutCore(model, attention=plan)
+    state, views = core.begin(random_prefix(CONFIG, 1)), walk_views(CONFIG, 2)
+    core.refresh(state, chunk_noise(CONFIG, 0)[0], views[:, :5])
+    core.open_chunk(state, views[:, 5:10])
+    core.velocity(state, chunk_noise(CONFIG, 1)[0], 2)
+    assert plan.sparse is not None
+    assert plan.sparse.take_density() == 0.0
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.99, 1.0])
@@ -158,10 +225,16 @@ def test_heads_are_independent_so_that_ranks_can_share_them():
 
 def test_it_serves_once_it_agrees_with_torch():
     plan = with_sparse(
-        AttentionPlan.of(select_backend(NEED)), SHAPE, layers=3, tau=1.25, block=8, device=CPU
+        AttentionPlan.of(select_backend(NEED)),
+        SHAPE,
+        CONFIG,
+        tau=1.25,
+        block=8,
+        steps=3,
+        device=CPU,
     )
     assert plan.sparse is not None
-    assert (plan.sparse.tau, plan.sparse.block) == (1.25, 8)
+    assert (plan.sparse.tau, plan.sparse.block, plan.sparse_steps) == (1.25, 8, 3)
     assert plan.video.name == "sdpa"
 
 
@@ -169,7 +242,7 @@ def test_what_does_not_agree_is_refused_with_its_figures(monkeypatch):
     monkeypatch.setattr(sparse, "attend", lambda q, *others: torch.zeros_like(q))
     assert route_all_errors(SHAPE, 64, CPU)["rel_l2"] == pytest.approx(1.0)
     with pytest.raises(UnsupportedError, match=r"differs from sdpa: .*rel_l2 1.00e\+00 \(at most"):
-        with_sparse(_plan(), SHAPE, layers=3, tau=1.0, block=64, device=CPU)
+        with_sparse(_plan(), SHAPE, CONFIG, tau=1.0, block=64, steps=2, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +256,9 @@ def test_what_does_not_agree_is_refused_with_its_figures(monkeypatch):
 )
 def test_what_it_cannot_serve_is_refused(changes, layers, reason):
     shape = dataclasses.replace(SHAPE, need=dataclasses.replace(NEED, **changes))
+    model = dataclasses.replace(CONFIG, num_layers=layers)
     with pytest.raises(UnsupportedError, match=reason):
-        with_sparse(_plan(), shape, layers=layers, tau=1.0, block=64, device=CPU)
+        with_sparse(_plan(), shape, model, tau=1.0, block=64, steps=2, device=CPU)
 
 
 @pytest.mark.parametrize("tau", [8.5, -9.0, float("nan"), float("inf")])
@@ -199,7 +273,22 @@ def test_a_size_of_blocks_that_is_none_is_refused(block):
         EngineConfig(attention="sparse", sparse_block=block)
 
 
-@pytest.mark.parametrize(("name", "value"), [("sparse_tau", 0.5), ("sparse_block", 8)])
+@pytest.mark.parametrize("steps", [0, -1, 1.5, 65])
+def test_a_count_of_steps_that_is_none_is_refused(steps):
+    with pytest.raises(ConfigError, match=f"sparse_steps is {steps}; allowed: 1 to 64, of those"):
+        EngineConfig(attention="sparse", sparse_steps=steps)
+
+
+def test_more_steps_than_the_model_has_are_refused_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr(loading, "empty_model", lambda *given, **named: pytest.fail("built"))
+    config = EngineConfig(device="cpu", dtype="float32", attention="sparse", sparse_steps=5)
+    with pytest.raises(ConfigError, match="sparse_steps is 5; allowed: 1 to 4, the denoise steps"):
+        Engine.from_random(CONFIG, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("sparse_tau", 0.5), ("sparse_block", 8), ("sparse_steps", 3)]
+)
 def test_options_of_it_are_refused_where_it_is_not_asked_for(name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value} with attention 'auto'; allowed: "):
         EngineConfig(**{name: value})
@@ -207,12 +296,14 @@ def test_options_of_it_are_refused_where_it_is_not_asked_for(name, value):
 
 def test_an_engine_has_it_by_its_name():
     config = EngineConfig(
-        device="cpu", dtype="float32", attention="sparse", sparse_tau=1.5, sparse_block=16
-    )
+        device="cpu", dtype="float32", attention="sparse", sparse_tau=1.5, sparse_block=16,
+        sparse_steps=3,
+    )  # fmt: skip
     engine = Engine.from_random(CONFIG, config)
     assert engine.core.attention.sparse is not None
     assert engine.core.attention.sparse.tau == 1.5
     assert engine.core.attention.sparse.block == 16
+    assert engine.core.attention.sparse_steps == 3
     assert engine.core.attention.audio.name == "sdpa"
     engine.close()
 

@@ -316,6 +316,7 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(
         (["--attention", "fa3"], "attention backend fa3 refuses"),
         (["--attention", "sparse", "--sparse-tau", "nan"], "sparse_tau is nan; allowed: -8.0"),
         (["--attention", "sparse", "--sparse-block", "12"], "sparse_block is 12; allowed: 8, 16,"),
+        (["--attention", "sparse", "--sparse-steps", "5"], "sparse_steps is 5; allowed: 1 to 4"),
         (["--linear", "fp4"], "fp4: .*expected a json list of rules"),
     ],
 )

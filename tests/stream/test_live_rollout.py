@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -172,13 +173,18 @@ def test_a_long_prompt_is_refused_before_a_trace_is_made(tmp_path: Path, begin: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_live_trace_replays_offline_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "attention",
+    [EngineConfig(), EngineConfig(attention="sparse", sparse_block=8, sparse_steps=1)],
+    ids=["dense", "sparse"],
+)
+def test_a_live_trace_replays_offline_bit_for_bit(tmp_path: Path, attention: EngineConfig) -> None:
     spec = WorldSpec(
         source="model",
         preset="tiny",
         geometry=Geometry(height_px=64, width_px=96),
         weights="random",
-        engine=EngineConfig(device="cpu", dtype="float32"),
+        engine=dataclasses.replace(attention, device="cpu", dtype="float32"),
     )
     Image.new("RGB", (96, 64), (20, 120, 200)).save(tmp_path / "seed.png")
     start = read_start(spec, image=str(tmp_path / "seed.png"), scene=None)
@@ -196,6 +202,7 @@ def test_a_live_trace_replays_offline_bit_for_bit(tmp_path: Path) -> None:
     rollout.end()
     trace = read_trace(path)
     assert trace.header.image == "seed.png"
+    assert trace.header.sparse_steps == attention.sparse_steps
     replayed = replay(plan_replay(trace, tmp_path, image=None, outputs=None, force=False), models)
     models.close()
     assert replayed.first_difference is None

@@ -43,8 +43,10 @@ def test_lists_are_written_with_commas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLDSTREAM_ATTENTION", "sparse")
-    engine = spec_of(load_settings(sparse_tau="-0.5", sparse_block="8")).engine
+    given = {"sparse_tau": "-0.5", "sparse_block": "8", "sparse_steps": "1"}
+    engine = spec_of(load_settings(**given)).engine
     assert (engine.attention, engine.sparse_tau, engine.sparse_block) == ("sparse", -0.5, 8)
+    assert engine.sparse_steps == 1
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,8 @@ def test_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("sparse_tau", "9"),
         ("sparse_tau", "nan"),
         ("sparse_block", "12"),
+        ("sparse_steps", "0"),
+        ("sparse_steps", "1.5"),
         ("scene", "../x"),
     ],
 )
