@@ -1,14 +1,14 @@
 """A session as the API process sees it: its viewers, their messages, its media, its seat.
 
-Owns who hears what. Does not own states (`sessions`), the way of frames (`transports`), the world
-(`worker`). Invariants: only the player's messages change the world; whatever a viewer had is freed
-when it leaves; frames and messages of one session never reach another.
+Owns who hears what. Does not own states (`sessions`), commands (`world_commands`), figures
+(`session_meter`), the way of frames (`transports`), the world (`worker`). Invariants: only the
+player's messages change the world; whatever a viewer had is freed when it leaves; frames and
+messages of one session never reach another.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
@@ -19,12 +19,12 @@ from stream import client_messages as client
 from stream import protocol as p
 from stream import server_messages as server
 from stream.actions import FRAMES_PER_CHUNK, wall_ms
-from stream.chunk_watch import ChunkWatch
 from stream.error_codes import ERROR_TEXT, ErrorCode, ProtocolError
 from stream.info import CHUNK, latch_ms
-from stream.inputs import LatchAge, PhotonMeter, SessionInput
+from stream.inputs import SessionInput
 from stream.protocol import SessionState
-from stream.session_states import LIVE, TRANSITIONS, Event, Session
+from stream.session_meter import SessionMeter
+from stream.session_states import LIVE, PLAYABLE, TRANSITIONS, Event, Session
 from stream.sessions import Change
 from stream.transports import Transports
 from stream.viewer import Surroundings, Viewer
@@ -40,20 +40,14 @@ from stream.worker_messages import (
     Pause,
     Refused,
     Report,
-    Reset,
     Resume,
     SessionStarted,
-    SetPrompt,
     StartSession,
-    StepOnce,
 )
+from stream.world_commands import WorldCommands
 
 if TYPE_CHECKING:
     from stream.seat import Seat
-
-ARRIVALS_PENDING = 256
-COMMANDS_UNANSWERED = 32
-"""More are refused: what waits for a worker that is busy or restarts must have an end."""
 
 log = structlog.get_logger(__name__)
 
@@ -75,20 +69,15 @@ class Room:
     def __init__(self, session: Session, around: Surroundings) -> None:
         self.session = session
         self.viewers: dict[str, Viewer] = {}
+        self._meter = SessionMeter(around.metrics)
         self.transports = Transports(
-            self.viewers, around, self._presented, on_act=self.handle, on_failed=self.fail
+            self.viewers, around, self._meter.presented, on_act=self.handle, on_failed=self.fail
         )
         self.seat: Seat | None = None
         self._around = around
         self._input = SessionInput()
-        self._photons = PhotonMeter()
-        self._arrivals: deque[tuple[int, float]] = deque(maxlen=ARRIVALS_PENDING)
-        self._unanswered: dict[int, str | None] = {}
-        """Commands that the worker has not answered: id, and the prompt of one that changes it."""
+        self._commands = WorldCommands(session, around, self._meter)
         self._warming_since_s = 0.0
-        self._latch_age = LatchAge()
-        self._gen_ms: float | None = None
-        self._watch = ChunkWatch()
         self._queue_told: server.Queue | None = None
         self.trace: SessionStarted | None = None
         """Newest start, which names the trace."""
@@ -109,7 +98,7 @@ class Room:
             if self.seat is not None:
                 self.seat.mailbox.clear()
             self._input.begin_socket(wall_ms())
-            self._photons.clear()
+            self._meter.forget_presses()
         self.viewers[viewer.id] = viewer
         if not viewer.is_player:
             self.session.viewer_ids.add(viewer.id)
@@ -196,7 +185,7 @@ class Room:
             case client.Kf():
                 self.transports.want_keyframe(viewer)
             case client.Shown():
-                self._shown(viewer, message)
+                self._meter.shown(viewer, message.frames, self.transports.due_times)
             case client.ClientBye():
                 self.leave(viewer, said_bye=True)
             case _ if not viewer.is_player:
@@ -213,86 +202,23 @@ class Room:
             ):
                 if not viewer.commands.take(time.monotonic()):
                     raise ProtocolError(ErrorCode.RATE_LIMIT, "commands", retry_ms=1_000)
-                self._command(message)
+                self._commands.take(message, self.seat)
             case _:
                 assert_never(message)
 
     def _act(self, act: client.Act) -> None:
-        if self.seat is None or self.session.state not in _PLAYABLE:
+        if self.seat is None or self.session.state not in PLAYABLE:
             return
         now_ms = wall_ms()
         taken = self._input.take(act, now_ms)
         if taken is None or not self.seat.mailbox.post(taken.snapshot):
             self._around.metrics.drops.labels(where="old_act").inc()
             return
-        self._photons.pressed(act.seq, taken.new_edges)
-        if taken.new_edges:
-            self._arrivals.append((act.seq, now_ms))
+        self._meter.acted(act.seq, taken, now_ms)
         if taken.has_content:
-            self._latch_age.acted(now_ms)
             is_paused = self.session.state is SessionState.PAUSED
             if taken.is_press or not is_paused:
                 self._around.registry.input(self.session, time.monotonic())
-
-    def _command(
-        self, message: client.Prompt | client.Reset | client.Pause | client.Resume | client.Step
-    ) -> None:
-        registry, session, now_s = self._around.registry, self.session, time.monotonic()
-        session.last_input_s = now_s
-        # While it warms up there is nothing to pause, but another world may be wished for.
-        allowed: tuple[SessionState, ...] = _PLAYABLE
-        if isinstance(message, client.Prompt | client.Reset):
-            allowed = (*_PLAYABLE, SessionState.WARMING)
-        if self.seat is None or session.state not in allowed:
-            raise ProtocolError(ErrorCode.NOT_READY, str(session.state), retry_ms=1_000)
-        if len(self._unanswered) >= COMMANDS_UNANSWERED:
-            raise ProtocolError(ErrorCode.RATE_LIMIT, "unanswered commands", retry_ms=1_000)
-        match message:
-            case client.Prompt():
-                prompt = p.clean_prompt(message.text)
-                self._unanswered[message.id] = prompt
-                self.seat.send(SetPrompt(id=message.id, prompt=prompt))
-            case client.Reset():
-                start = None
-                if message.scene is not None or message.image_id is not None:
-                    start = self._around.start_from(message.scene, message.image_id)
-                prompt_or_none = None if message.prompt is None else p.clean_prompt(message.prompt)
-                self._unanswered[message.id] = None
-                self.seat.mailbox.clear()
-                self._photons.clear()
-                self.seat.send(
-                    Reset(id=message.id, start=start, prompt=prompt_or_none, seed=message.seed)
-                )
-            case client.Pause():
-                if session.state is not SessionState.PAUSED:
-                    registry.transition(session, Event.PAUSE, message.reason or "user", now_s)
-            case client.Resume():
-                if session.state is not SessionState.RUNNING:
-                    registry.transition(session, Event.PLAY, message.reason or "user", now_s)
-            case client.Step():
-                if session.state is not SessionState.PAUSED:
-                    registry.transition(session, Event.PAUSE, "step", now_s)
-                self._unanswered[message.id] = None
-                self.seat.send(StepOnce(id=message.id))
-
-    def _presented(self, act_seq: int) -> None:
-        """Playback of a chunk begins that shows every action up to `act_seq`."""
-        while self._arrivals and self._arrivals[0][0] <= act_seq:
-            waited_ms = wall_ms() - self._arrivals.popleft()[1]
-            self._around.metrics.present_s.observe(max(0.0, waited_ms) / 1e3)
-
-    def _shown(self, viewer: Viewer, message: client.Shown) -> None:
-        metrics = self._around.metrics
-        metrics.frames_shown.inc(len(message.frames))
-        if viewer.is_player:
-            for latency_ms in self._photons.shown(message.frames):
-                metrics.photon_s.labels(transport=viewer.transport).observe(latency_ms / 1e3)
-        for frame_id, ct_ms in message.frames:
-            due_ms = self.transports.due_times.due_ms(frame_id)
-            shown_ms = viewer.clock.server_ms(ct_ms)
-            if due_ms is not None and shown_ms is not None:
-                age_s = max(0.0, shown_ms - due_ms) / 1e3
-                metrics.frame_photon_s.labels(transport=viewer.transport).observe(age_s)
 
     # ---- reports of the worker
 
@@ -303,34 +229,23 @@ class Room:
             report: of the worker.
             release: frees a slot of the ring.
         """
-        metrics = self._around.metrics
         match report:
             case FrameReady():
                 self._frame(report, release)
             case SessionStarted():
                 self._started(report)
             case ChunkStarted():
-                metrics.drops.labels(where="press").inc(report.lost_press_count)
-                age_ms = self._latch_age.latched(report.act_seq, report.latch_ms)
-                if age_ms is not None:
-                    metrics.latch_age_s.observe(age_ms / 1e3)
+                self._meter.chunk_started(report)
             case ChunkDone():
-                made_ms = report.total_ms - report.ring_wait_ms
-                self._gen_ms = made_ms
-                self._watch.made(made_ms)
-                metrics.chunk_s.observe(made_ms / 1e3)
-                metrics.denoise_s.observe(sum(report.denoise_ms) / 1e3)
-                metrics.refresh_s.observe(report.refresh_ms / 1e3)
-                metrics.first_frame_s.observe(report.first_frame_ms / 1e3)
-                metrics.first_decode_s.observe(report.first_decode_ms / 1e3)
-                metrics.decode_s.observe(report.decode_ms / 1e3)
-                metrics.ring_wait_s.observe(report.ring_wait_ms / 1e3)
+                made_ms = self._meter.chunk_done(report)
                 if self.transports.media is not None:
                     self.transports.media.note_chunk(made_ms, FRAMES_PER_CHUNK)
             case Applied():
-                self._applied(report)
+                if self._commands.applied(report):
+                    self.broadcast(server.World(world=self.session.world))
+                self.broadcast(server.Applied(id=report.id, chunk=report.chunk, epoch=report.epoch))
             case Refused():
-                self._unanswered.pop(report.id, None)
+                self._commands.refused(report.id)
                 self.broadcast(server.Warn(code="REFUSED", msg="This prompt cannot be used."))
                 self.broadcast(server.World(world=self.session.world))
             case Loading():
@@ -340,7 +255,7 @@ class Room:
                     )
                 )
             case Heartbeat():
-                if self._watch.is_slow(report.busy_ms):
+                if self._meter.is_slow(report.busy_ms):
                     log.warning("chunk_slow", busy_ms=report.busy_ms)
                     self.broadcast(server.Warn(code="SLOW", msg="The next chunk takes long."))
             case Failed():
@@ -376,7 +291,7 @@ class Room:
             release(report.slot)
             return
         metrics.frames_made.inc()
-        self._photons.made(meta.frame_id, meta.act_seq)
+        self._meter.frame_made(meta.frame_id, meta.act_seq)
         media.publish(seat.read(report.slot), meta, lambda: release(report.slot))
         if self.session.state in (SessionState.WARMING, SessionState.GRACE):
             self._first_frame()
@@ -410,13 +325,6 @@ class Room:
             self.broadcast(server.Warn(code="OTHER_WORLD", msg="The world came back changed."))
         log.info("session_started", epoch=report.epoch, restored=report.restored_chunk_count)
 
-    def _applied(self, report: Applied) -> None:
-        prompt = self._unanswered.pop(report.id, None)
-        if prompt is not None:
-            self.session.world = self.session.world.model_copy(update={"prompt": prompt})
-            self.broadcast(server.World(world=self.session.world))
-        self.broadcast(server.Applied(id=report.id, chunk=report.chunk, epoch=report.epoch))
-
     # ---- what viewers are told
 
     def on_change(self, change: Change) -> None:
@@ -424,7 +332,7 @@ class Room:
         now_s = time.monotonic()
         if change.new is SessionState.WARMING:
             self._warming_since_s = now_s
-        elif change.old is SessionState.WARMING and change.new in _PLAYABLE:
+        elif change.old is SessionState.WARMING and change.new in PLAYABLE:
             self._around.metrics.warm_up_s.observe(now_s - self._warming_since_s)
         self.broadcast(self._state())
         if self.seat is None:
@@ -458,12 +366,12 @@ class Room:
         for viewer in self.viewers.values():
             viewer.socket.send(
                 server.Stats(
-                    gen_ms=self._gen_ms,
+                    gen_ms=self._meter.chunk_ms,
                     queue_frames=stats.queue_frames,
                     fps_out=stats.fps_out,
                     encode_ms=stats.encode_ms,
                     kbps=stats.kbps,
-                    act_lag_ms=self._latch_age.newest_ms,
+                    act_lag_ms=self._meter.latch_age_ms,
                     dropped=stats.overflow_count + self.transports.dropped_count(viewer),
                     viewers=len(self.viewers),
                 )
@@ -494,6 +402,3 @@ class Room:
 
     def _players(self) -> list[Viewer]:
         return [viewer for viewer in self.viewers.values() if viewer.is_player]
-
-
-_PLAYABLE = (SessionState.READY, SessionState.RUNNING, SessionState.PAUSED)

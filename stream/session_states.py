@@ -32,7 +32,8 @@ class Event(StrEnum):
 
 
 _S = SessionState
-LIVE = (_S.WARMING, _S.READY, _S.RUNNING, _S.PAUSED)
+PLAYABLE = (_S.READY, _S.RUNNING, _S.PAUSED)
+LIVE = (_S.WARMING, *PLAYABLE)
 TRANSITIONS: dict[tuple[SessionState, Event], SessionState] = {
     (_S.QUEUED, Event.ASSIGN): _S.WARMING,
     (_S.WARMING, Event.FIRST_FRAME): _S.READY,

@@ -1,9 +1,9 @@
-"""The worker process: owns the model, takes actions, fills the ring, reports.
+"""The worker process: owns the model, obeys commands, lets chunks be made, reports.
 
-Owns the loop of a session and the moment at which a chunk starts.
-Invariants: commands act between chunks (those that end what is under way also between frames); an
-action is taken right before the model runs; a chunk starts as late as its cost allows without a gap
-in playback. Importing this module loads no torch; `run_worker` does.
+Owns the loop of a session and the moment at which a chunk starts. Does not own how one is made
+(`chunk_maker`). Invariants: commands act between chunks (those that end what is under way also
+between frames); a chunk starts as late as its cost allows without a gap in playback. Importing this
+module loads no torch; `run_worker` does.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 from engine.config import preset
 from engine.errors import ConfigError, UnsupportedError, WorldStreamError
-from stream.actions import ActionMailbox, wall_ms
+from stream.actions import ActionMailbox
+from stream.chunk_maker import ChunkMaker
 from stream.chunk_schedule import ChunkSchedule
 from stream.command_inbox import CommandInbox, merge_resets
-from stream.frames import NO_CHUNK, FrameMeta, FrameRing, RingCancelledError, RingHandle
+from stream.frames import FrameRing, RingCancelledError, RingHandle
 from stream.live_rollout import LiveRollout, OutputError, trace_file
 from stream.load_news import WorkerNews
 from stream.prompt_ahead import PromptAhead
@@ -33,13 +33,10 @@ from stream.snapshots import read_snapshot, snapshot_file
 from stream.trace import read_trace
 from stream.worker_messages import (
     Applied,
-    ChunkDone,
-    ChunkStarted,
     Command,
     EndSession,
     Failed,
     FailureCode,
-    FrameReady,
     Loading,
     Pause,
     PromptReady,
@@ -58,11 +55,6 @@ from stream.worker_messages import (
 )
 from stream.worker_pulse import Pulse
 from stream.world_source import LoadedWorlds, OpenSource, Worlds
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +98,6 @@ class _Live:
     start: StartFrom
     prompt: str | None
     seed: int
-    next_frame_id: int
     is_paused: bool
     is_single_step: bool = False
     rollout: LiveRollout | None = None
@@ -124,7 +115,6 @@ class Worker:
         open_source: OpenSource,
     ) -> None:
         self._config = config
-        self._mailbox = mailbox
         self._ring = ring
         self._inbox = CommandInbox(connection, ring)
         self._news = WorkerNews(lambda report: self._report(report))
@@ -135,6 +125,7 @@ class Worker:
         self._live: _Live | None = None
         self._prompts = PromptAhead(lambda: self._inbox.put(PromptReady()))
         self._schedule = ChunkSchedule(config.fps, config.jit_margin_ms / 1000.0)
+        self._maker = ChunkMaker(mailbox, ring, self._schedule, self._pulse)
 
     def stop(self) -> None:
         """Ask for the end, after the frame in hand; from any thread or a signal handler."""
@@ -294,13 +285,13 @@ class Worker:
 
     def _start_session(self, command: StartSession) -> None:
         self._end_session()
+        self._maker.begin(command.first_frame_id)
         self._live = _Live(
             session_id=command.session_id,
             epoch=command.epoch,
             start=command.start,
             prompt=command.prompt,
             seed=command.seed,
-            next_frame_id=command.first_frame_id,
             is_paused=command.is_paused,
         )
         if command.resume_trace is None:
@@ -334,7 +325,7 @@ class Worker:
         # Before the picture, which the next reset may cut off.
         for number in ids:
             self._report(Applied(id=number, epoch=live.epoch, chunk=0))
-        self._show(live, self._worlds.first_picture(live.start))
+        self._maker.show(live.epoch, self._worlds.first_picture(live.start))
 
     def _restore(self, live: _Live, command: StartSession) -> None:
         """Bring a rollout back from its trace and show where it was left."""
@@ -356,7 +347,9 @@ class Worker:
         live.prompt = rollout.prompt
         self._report_start(live, rollout, rollout.chunk_index, is_same=is_same)
         frame_HWC = rollout.last_frame_HWC
-        self._show(live, self._worlds.first_picture(live.start) if frame_HWC is None else frame_HWC)
+        if frame_HWC is None:
+            frame_HWC = self._worlds.first_picture(live.start)
+        self._maker.show(live.epoch, frame_HWC)
 
     def _new_rollout(self, live: _Live) -> LiveRollout:
         if live.rollout is not None:
@@ -390,10 +383,6 @@ class Worker:
             )
         )
 
-    def _show(self, live: _Live, frame_HWC: NDArray[np.uint8]) -> None:
-        """Put a picture that no chunk made into the ring."""
-        self._put(live, frame_HWC, chunk=NO_CHUNK, act_seq=0, latch_ms=wall_ms(), offset=0)
-
     def _make_chunk(self) -> None:
         live = self._live
         assert live is not None
@@ -401,57 +390,7 @@ class Worker:
         rollout = live.rollout
         live.is_paused = live.is_paused or live.is_single_step
         live.is_single_step = False
-        rollout.prepare()
-        index = rollout.chunk_index
-        begin_s = time.monotonic()
-        latched = self._mailbox.latch(wall_ms())
-        self._report(
-            ChunkStarted(
-                epoch=live.epoch,
-                chunk=index,
-                latch_ms=latched.latch_ms,
-                act_seq=latched.act_seq,
-                lost_press_count=latched.lost_press_count,
-            )
-        )
-        period_s = self._schedule.period_s
-        made, wait_s, need_s, first_s, ready_s = 0, 0.0, 0.0, 0.0, 0.0
-        with closing(rollout.step(latched.action)) as portions:
-            for frames_THWC in portions:
-                ready_s = time.monotonic() - begin_s - wait_s
-                first_s = first_s or ready_s
-                # These frames are due `made` periods after the first one of the chunk.
-                need_s = max(need_s, ready_s - made * period_s)
-                for frame_HWC in frames_THWC:
-                    before_s = time.monotonic()
-                    self._put(
-                        live,
-                        frame_HWC,
-                        chunk=index,
-                        act_seq=latched.act_seq,
-                        latch_ms=latched.latch_ms,
-                        offset=made,
-                    )
-                    wait_s += time.monotonic() - before_s
-                    made += 1
-        if index > 0:  # nothing was played before the first one, and what is cold costs more
-            self._schedule.chunk_made(need_s)
-        total_s = time.monotonic() - begin_s
-        timings = getattr(rollout.world, "timings", None)
-        latents_s = timings.latents_ms / 1000.0 if timings is not None else 0.0
-        self._report(
-            ChunkDone(
-                epoch=live.epoch,
-                chunk=index,
-                denoise_ms=timings.denoise_ms if timings is not None else (),
-                refresh_ms=timings.refresh_ms if timings is not None else 0.0,
-                first_frame_ms=first_s * 1000.0,
-                first_decode_ms=(first_s - latents_s) * 1000.0,
-                decode_ms=(ready_s - latents_s) * 1000.0,
-                ring_wait_ms=wait_s * 1000.0,
-                total_ms=total_s * 1000.0,
-            )
-        )
+        self._maker.make(rollout, live.epoch)
         self._keep(rollout)
 
     @staticmethod
@@ -460,31 +399,6 @@ class Worker:
             rollout.keep(at_once=at_once)
         except OSError as error:  # a full disk: a worker that dies costs more then
             _log.warning("snapshot_not_kept detail=%s", error)
-
-    def _put(
-        self,
-        live: _Live,
-        frame_HWC: NDArray[np.uint8],
-        *,
-        chunk: int,
-        act_seq: int,
-        latch_ms: float,
-        offset: int,
-    ) -> None:
-        # A reader that is slow must not look like a stuck model.
-        with self._pulse.waiting():
-            slot = self._ring.write(frame_HWC)
-        meta = FrameMeta(
-            frame_id=live.next_frame_id,
-            epoch=live.epoch,
-            chunk=chunk,
-            act_seq=act_seq,
-            latch_ms=latch_ms,
-            ready_ms=wall_ms(),
-            offset=offset,
-        )
-        live.next_frame_id += 1
-        self._report(FrameReady(slot=slot, meta=meta))
 
     def _end_session(self) -> None:
         live, self._live = self._live, None
