@@ -250,11 +250,6 @@ class ModelConfig:
         """Audio rows of the prefix, channel after channel."""
         return self.audio_channel_count * self.audio_latent_count
 
-    @property
-    def parameter_count(self) -> int:
-        """Parameters of the transformer, text encoder excluded."""
-        return parameter_count(self)
-
     def to_json(self) -> str:
         """Text of `config.json`."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -479,21 +474,3 @@ def preset(name: str, geometry: Geometry | None = None) -> Preset:
     if geometry is None:
         return found
     return dataclasses.replace(found, model=dataclasses.replace(found.model, geometry=geometry))
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the transformer (text encoder excluded)."""
-    hidden, attention, ffn = model.hidden_size, model.attention_dim, model.ffn_dim
-    mixer = 4 * hidden * attention + 3 * hidden * ffn + 2 * hidden + 2 * model.attention_head_dim
-    adaln = (model.time_embed_dim + 1) * hidden
-    inputs = (model.patch_features + 1) + (model.audio_in_channels + 1) + (model.text_dim + 1)
-    heads = (hidden + 1) * (model.patch_features + model.audio_in_channels)
-    times = (model.freq_dim + 1) * model.time_embed_hidden_dim
-    times += (model.time_embed_hidden_dim + 1) * model.time_embed_dim
-    blocks = model.num_layers * (mixer + 18 * adaln) + model.num_refiner_layers * mixer
-    return blocks + hidden * inputs + heads + times + 2 * hidden + 2 * adaln
-
-
-def adaln_parameter_count(model: ModelConfig) -> int:
-    """Parameters behind the modulation of the blocks, which depends on times alone."""
-    return model.num_layers * 18 * (model.time_embed_dim + 1) * model.hidden_size

@@ -20,8 +20,6 @@ from engine.config import (
     EngineConfig,
     Geometry,
     ModelConfig,
-    adaln_parameter_count,
-    parameter_count,
 )
 from engine.errors import DeviceError
 
@@ -294,6 +292,24 @@ def engine_parts(
 def prefix_row_count(model: ModelConfig) -> int:
     """Rows of text, anchor and audio."""
     return model.text_rows + model.rows_per_latent + model.audio_rows
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the transformer (text encoder excluded)."""
+    hidden, attention, ffn = model.hidden_size, model.attention_dim, model.ffn_dim
+    mixer = 4 * hidden * attention + 3 * hidden * ffn + 2 * hidden + 2 * model.attention_head_dim
+    adaln = (model.time_embed_dim + 1) * hidden
+    inputs = (model.patch_features + 1) + (model.audio_in_channels + 1) + (model.text_dim + 1)
+    heads = (hidden + 1) * (model.patch_features + model.audio_in_channels)
+    times = (model.freq_dim + 1) * model.time_embed_hidden_dim
+    times += (model.time_embed_hidden_dim + 1) * model.time_embed_dim
+    blocks = model.num_layers * (mixer + 18 * adaln) + model.num_refiner_layers * mixer
+    return blocks + hidden * inputs + heads + times + 2 * hidden + 2 * adaln
+
+
+def adaln_parameter_count(model: ModelConfig) -> int:
+    """Parameters behind the modulation of the blocks, which depends on times alone."""
+    return model.num_layers * 18 * (model.time_embed_dim + 1) * model.hidden_size
 
 
 def linear_parameter_count(model: ModelConfig) -> int:

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.session_speed import SessionScenario, main, overlap_ms
 from engine.errors import ConfigError
+from engine.memory import Present
+from stream import plan_world
 
 pytestmark = pytest.mark.cpu
 
@@ -79,6 +82,19 @@ def test_overlap(spans: dict[str, float], expected: float) -> None:
 def test_what_cannot_be_measured_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SessionScenario(**changes).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("row", "linear"), [("exact", "bf16"), ("A", "fp8_rowwise")])
+def test_an_h200_holds_the_large_size_with_nothing_given_up(
+    row: str, linear: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_world, "resolve_device", lambda name: torch.device("cuda"))
+    scenario = SessionScenario(geometry="1344x768", dtype="bfloat16")
+    # Of 139.8 GiB, what a process holds before it allocates.
+    h200 = Present(device_gib=139.3, host_gib=128.0, is_cuda=True, has_fp8=True)
+    plan = plan_world.plan_world(scenario.spec(row), None, h200).plan
+    assert (plan.linear, plan.free_adaln) == (linear, False)
+    assert plan.part_gib("window") > 50.0
 
 
 def test_it_needs_no_library_of_the_service() -> None:

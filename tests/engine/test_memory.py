@@ -23,6 +23,7 @@ from engine.memory import (
     choose_plan,
     engine_parts,
     nothing_beside,
+    parameter_count,
     window_bytes,
 )
 from engine.model.dit import FP32_MODULES
@@ -35,6 +36,10 @@ pytestmark = pytest.mark.cpu
 
 CPU = torch.device("cpu")
 H3 = preset("h3_33b").model
+
+
+def test_parameters_of_the_released_model():
+    assert parameter_count(H3) == 33_122_992_896
 
 
 def test_smaller_sizes_keep_the_shape():
