@@ -7,6 +7,7 @@ the same trace gives the same bits.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -131,20 +132,21 @@ def plan_attention(
     need = shapes[0].need
     if prefer != "auto" or need.device_type != "cuda":
         return AttentionPlan.of(select_backend(need, prefer))
-    known, chosen = _read(record), {}
+    known, made, chosen = _read(record), {}, {}
     for shape in shapes:
         key = f"{machine}, {shape}"
         choice = _remembered(known.get(key), shape)
         if choice is None:
             choice = choose(shape, measure)
-            known[key] = {
+            made[key] = {
                 "name": choice.name, "times_ms": choice.times_ms, "candidates": list(CANDIDATES),
             }  # fmt: skip
             _log.info("attention_selected %s", choice.reason)
         else:
             _log.info("attention_selected %s, as measured before", choice.reason)
         chosen[shape.group] = select_backend(need, choice.name)
-    _write(record, known)
+    if made:
+        _add(record, made)
     return AttentionPlan(
         conditioning=chosen["conditioning"], audio=chosen["audio"], video=chosen["video"]
     )
@@ -171,9 +173,15 @@ def _read(record: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _write(record: Path, known: dict[str, Any]) -> None:
+def _add(record: Path, made: dict[str, Any]) -> None:
+    """Write new choices beside those that other processes wrote meanwhile."""
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(known, indent=1, sort_keys=True))
+        with record.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            part = record.with_suffix(".part")
+            part.write_text(json.dumps(_read(record) | made, indent=1, sort_keys=True))
+            # In one step: a reader never meets half a file.
+            part.replace(record)
     except OSError as error:
         _log.warning("attention_not_remembered path=%s: %s", record, error)

@@ -75,6 +75,24 @@ def test_a_kernel_that_cannot_serve_is_refused_with_its_words():
     assert choice.refused["cudnn"] == "no kernel"
 
 
+def test_choices_that_another_process_wrote_meanwhile_are_kept(tmp_path):
+    record = tmp_path / "attention.json"
+    times = Timed(sdpa=2.0, cudnn=1.0, flash=2.0)
+    others: list[str] = []
+
+    def slowly(candidates, shape):
+        if not others:
+            others.append("another machine")
+            _plan(record, Timed(sdpa=1.0, cudnn=2.0, flash=2.0), machine=others[0])
+        return times(candidates, shape)
+
+    _plan(record, slowly)
+    again = Timed()
+    assert _plan(record, again, machine=others[0]).names["video"] == "sdpa"
+    assert _plan(record, again).names["video"] == "cudnn"
+    assert again.asked == []
+
+
 def test_each_group_is_measured_once_a_machine_and_keeps_its_times(tmp_path, caplog):
     record, first = tmp_path / "sub" / "attention.json", Timed(sdpa=2.0, cudnn=1.0, flash=2.0)
     plan = _plan(record, first)
