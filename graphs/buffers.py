@@ -35,6 +35,11 @@ class StaticBuffers:
         """Names in order."""
         return tuple(self._tensors)
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all of them."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
 

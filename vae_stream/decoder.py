@@ -73,6 +73,15 @@ class DecoderState:
         Raises:
             ValueError: it is of another decoder.
         """
+        self._check(snapshot)
+        self.latent_index = snapshot.latent_index
+        self.values = dict(snapshot.values)
+        # Only `to` keeps the layout in memory, which kernels choose by.
+        self.tensors = {
+            name: snapshot.tensors[name].to(tensor.device) for name, tensor in self.tensors.items()
+        }
+
+    def _check(self, snapshot: DecoderSnapshot) -> None:
         check_names("values", snapshot.values, self.values)
         check_names("tensors", snapshot.tensors, self.tensors)
         for name, tensor in self.tensors.items():
@@ -81,12 +90,6 @@ class DecoderState:
                     f"snapshot: {name} has shape {tuple(snapshot.tensors[name].shape)}; "
                     f"allowed: {tuple(tensor.shape)}"
                 )
-        self.latent_index = snapshot.latent_index
-        self.values = dict(snapshot.values)
-        # Only `to` keeps the layout in memory, which kernels choose by.
-        self.tensors = {
-            name: snapshot.tensors[name].to(tensor.device) for name, tensor in self.tensors.items()
-        }
 
 
 class StreamingDecoder(Protocol):

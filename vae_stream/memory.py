@@ -31,6 +31,8 @@ _PAIR = 2
 _CONV_CHANNELS = 128
 """Widest rows of a convolution at the size of the picture, and so many copies of them."""
 _CONV_COPIES = 6
+_MEMORY_NUMBERS = 24
+"""Of a tiny decoder, for each pixel: TAEH3 remembers 21, and a latent waits beside them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +75,15 @@ def encoder_memory(source: Path, *, height_px: int, width_px: int) -> CodecMemor
 def tiny_memory(
     parameter_count: int, *, dtype: torch.dtype, height_px: int, width_px: int
 ) -> CodecMemory:
-    """Size of a tiny decoder: memories are as large as a few pictures."""
+    """Size of a tiny decoder: memories are as large as a few pictures.
+
+    A call that runs anew takes up to 142 numbers a pixel (TAEH3), and what is recorded, whose two
+    calls share their memory, as many again.
+    """
     pixels = height_px * width_px
     return CodecMemory(
         weights=parameter_count * dtype.itemsize,
-        state=2 * _CONV_CHANNELS // SPATIAL_RATIO * pixels * dtype.itemsize,
+        state=_MEMORY_NUMBERS * pixels * dtype.itemsize,
         working=_CONV_COPIES * RAW_FRAMES * _CONV_CHANNELS // 4 * pixels * dtype.itemsize,
     )
 

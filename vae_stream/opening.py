@@ -15,6 +15,7 @@ import torch
 from graphs.compile import CompileMode
 from vae_stream.causal_vit import CausalVitDecoder, Mode
 from vae_stream.decoder import StreamingDecoder
+from vae_stream.recorded import decode_runner
 from vae_stream.taeh3 import load_taeh3
 from vae_stream.tiny_decoder import TinyDecoder
 from vae_stream.vit_weights import load_vit
@@ -57,7 +58,12 @@ def _open_tiny(request: DecoderRequest) -> StreamingDecoder:
 
 def _open_taeh3(request: DecoderRequest) -> StreamingDecoder:
     network = load_taeh3(WeightFiles(request.folder), dtype=request.dtype, device=request.device)
-    return TinyDecoder(network, height_px=request.height_px, width_px=request.width_px)
+    return TinyDecoder(
+        network,
+        height_px=request.height_px,
+        width_px=request.width_px,
+        runner=decode_runner(request.device),
+    )
 
 
 def _open_windowed(request: DecoderRequest) -> StreamingDecoder:

@@ -24,6 +24,7 @@ from vae_stream.memory import (
     picture_memory,
     tiny_memory,
 )
+from vae_stream.recorded import decode_runner
 from vae_stream.taehv import TinyVae, TinyVaeConfig
 from vae_stream.tiny_decoder import TinyDecoder
 from vae_stream.vit import Vit, VitConfig
@@ -50,7 +51,12 @@ def random_decoder(
     if kind == "tiny":
         if mode not in (None, "single"):
             raise ValueError(f"mode: {mode!r}; allowed for the tiny VAE: single")
-        return TinyDecoder(_tiny(dtype, device), height_px=height_px, width_px=width_px)
+        return TinyDecoder(
+            _tiny(dtype, device),
+            height_px=height_px,
+            width_px=width_px,
+            runner=decode_runner(device),
+        )
     with torch.device("meta"):
         vit = Vit(VitConfig(layer_count=CAUSAL_LAYERS)).cast_blocks(dtype)
     vit = vit.to_empty(device=device)

@@ -160,8 +160,9 @@ class Taeh3(nn.Module):
             elif isinstance(layer, MemoryBlock):
                 channels = layer.conv[4].out_channels
                 assert isinstance(channels, int)
-                memories[_memory_name(place)] = like.new_zeros(
-                    1, channels, height * scale, width * scale
+                shape = (1, channels, height * scale, width * scale)
+                memories[_memory_name(place)] = like.new_zeros(shape).contiguous(
+                    memory_format=self._memory_format
                 )
         return memories
 

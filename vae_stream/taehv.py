@@ -345,9 +345,15 @@ class TinyVae(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def empty_memories(self, height: int, width: int) -> dict[str, Tensor]:
-        """Return the decoder's memories before the first latent of `height` x `width`."""
+        """Return the decoder's memories before the first latent of `height` x `width`.
+
+        They lie in memory as `step` returns them.
+        """
         memories = self.decoder.zero_state(1, height, width)
-        return {f"memory_{at:02}": memory for at, memory in enumerate(memories)}
+        return {
+            f"memory_{at:02}": memory.contiguous(memory_format=torch.channels_last)
+            for at, memory in enumerate(memories)
+        }
 
     def step(
         self, latent_1CHW: Tensor, memories: Mapping[str, Tensor], *, last_frame_only: bool

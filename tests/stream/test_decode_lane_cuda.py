@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from stream.session import ModelWorld, Session
 from tests.tiny import random_action, random_anchor, tiny_config
+from vae_stream.recorded import decode_runner
 from vae_stream.taehv import TinyVae, TinyVaeConfig
 from vae_stream.tiny_decoder import TinyDecoder
 
@@ -27,11 +28,12 @@ def _as_in_use() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def _decoder() -> TinyDecoder:
+def _decoder(*, is_recorded: bool) -> TinyDecoder:
     torch.manual_seed(3)
     vae = TinyVae(TinyVaeConfig()).cuda().eval().requires_grad_(False)
     size = CONFIG.geometry
-    return TinyDecoder(vae, height_px=size.height_px, width_px=size.width_px)
+    runner = decode_runner(vae.device) if is_recorded else None
+    return TinyDecoder(vae, height_px=size.height_px, width_px=size.width_px, runner=runner)
 
 
 def _in_turn(engine: Engine, decoder: TinyDecoder) -> list[Tensor]:
@@ -52,8 +54,8 @@ def test_frames_beside_the_refresh_are_those_of_one_after_the_other(compiling: s
     engine = Engine.from_random(
         CONFIG, EngineConfig(device="cuda", dtype="bfloat16", compile=compiling)
     )
-    decoder = _decoder()
-    expected = _in_turn(engine, decoder)
+    expected = _in_turn(engine, _decoder(is_recorded=False))
+    decoder = _decoder(is_recorded=True)
     world = ModelWorld(engine, decoder, anchor_BCTHW=random_anchor(CONFIG))
     session = Session(world, prompt="night", seed=5)
     found = [
@@ -63,12 +65,13 @@ def test_frames_beside_the_refresh_are_those_of_one_after_the_other(compiling: s
     assert len(found) == len(expected)
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"latent {index}"
+    decoder.close()
     engine.close()
 
 
 def test_a_world_goes_on_from_a_state_that_was_taken_beside_the_decoder() -> None:
     engine = Engine.from_random(CONFIG, EngineConfig(device="cuda", dtype="bfloat16"))
-    decoder = _decoder()
+    decoder = _decoder(is_recorded=True)
     world = ModelWorld(engine, decoder, anchor_BCTHW=random_anchor(CONFIG))
     session = Session(world, prompt="night", seed=5)
     for index in range(8):
@@ -80,4 +83,5 @@ def test_a_world_goes_on_from_a_state_that_was_taken_beside_the_decoder() -> Non
     world.set_state(type(state)(tensors=kept, values=state.values))
     found = [each.frames_THWC for each in world.step(random_action(8))]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    decoder.close()
     engine.close()

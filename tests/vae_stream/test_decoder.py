@@ -129,9 +129,9 @@ def test_a_latent_that_is_not_finite_is_refused_and_changes_nothing(
     with pytest.raises(ValueError, match="NaN or Inf at latent 1"):
         decoded(decoder, state, latent)
 
-    assert state.snapshot() is not before
-    assert state.latent_index == before.latent_index
-    assert all(state.tensors[name] is before.tensors[name] for name in before.tensors)
+    after = state.snapshot()
+    assert after.latent_index == before.latent_index
+    assert all(torch.equal(after.tensors[name], before.tensors[name]) for name in before.tensors)
 
 
 class OnGpu(Tensor):
@@ -247,9 +247,31 @@ def test_a_snapshot_of_another_decoder_is_refused(vae: TinyVae, decoder: TinyDec
 
 
 def test_the_memory_of_a_state_is_as_computed(decoder: TinyDecoder) -> None:
-    tensors = decoder.new_state().tensors.values()
+    state, latent = decoder.new_state(), torch.zeros(SHAPE)
 
-    assert decoder.state_bytes() == sum(each.numel() * each.element_size() for each in tensors)
+    assert decoder.state_bytes() == sum(each.nbytes for each in (latent, *state.tensors.values()))
+
+
+def test_a_state_of_another_decoder_is_refused(vae: TinyVae, decoder: TinyDecoder) -> None:
+    other = TinyDecoder(vae, height_px=32, width_px=48).new_state()
+
+    with pytest.raises(ValueError, match=r"state: of another decoder; expected one of new_state"):
+        decoder.push(other, latents(1)[0])
+
+
+def test_a_stream_takes_the_memory_of_one_that_ended_and_nothing_of_its_content(
+    decoder: TinyDecoder,
+) -> None:
+    z, state = latents(3), decoder.new_state()
+    first = [decoded(decoder, state, one).frames_THWC for one in z]
+    places = [each.data_ptr() for each in state.tensors.values()]
+    del state
+
+    state = decoder.new_state()
+
+    assert [each.data_ptr() for each in state.tensors.values()] == places
+    second = [decoded(decoder, state, one).frames_THWC for one in z]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_tensors_of_no_known_decoder_are_refused(tmp_path: Path) -> None:

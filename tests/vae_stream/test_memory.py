@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.allocator import LiveBytes
 from tests.vae_stream.h3_tiny import CONFIG, random_vit, tensors_in, write_folder
-from vae_stream.memory import causal_memory, decoder_memory, module_bytes
+from vae_stream import TinyDecoder, TinyVae, TinyVaeConfig
+from vae_stream.memory import causal_memory, decoder_memory, module_bytes, tiny_memory
 from vae_stream.opening import open_decoder
 from vae_stream.random_codec import (
     CAUSAL_LAYERS,
@@ -17,6 +19,7 @@ from vae_stream.random_codec import (
     random_encoder,
     random_encoder_memory,
 )
+from vae_stream.taeh3 import Taeh3, Taeh3Config
 from vae_stream.vit import VitConfig
 from vae_stream.vit_weights import VitLayout
 
@@ -82,6 +85,21 @@ def test_a_random_tiny_codec_has_the_size_that_is_planned() -> None:
     assert planned.weights == module_bytes(decoder._network.decoder)
     encoder = random_encoder("tiny", device=CPU)
     assert random_encoder_memory("tiny", **SIZE).weights == module_bytes(encoder._network.encoder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["tiny", "taeh3"])
+def test_memories_of_tiny_decoders_and_two_calls_fit_into_the_plan(
+    kind: str, dtype: torch.dtype
+) -> None:
+    network = TinyVae(TinyVaeConfig()) if kind == "tiny" else Taeh3(Taeh3Config())
+    decoder = TinyDecoder(network.to(dtype).eval().requires_grad_(False), **SIZE)
+    planned = tiny_memory(1, dtype=dtype, **SIZE)
+    with LiveBytes() as live:
+        decoder.push(decoder.new_state(1), torch.randn(1, 24, 4, 6))
+    assert decoder.state_bytes() <= planned.state
+    # One call that runs anew, and the memory of the recorded ones.
+    assert 2 * live.peak_bytes <= planned.working
 
 
 def test_windows_take_more_than_a_ring(tmp_path: Path) -> None:

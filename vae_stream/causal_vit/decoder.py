@@ -13,9 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from graphs.capture import CudaCapture
 from graphs.compile import CompileMode
-from graphs.runner import GraphRunner, RunnerLimits
 from vae_stream.causal_vit.fused import FusedCalls
 from vae_stream.causal_vit.modes import Mode, Step, kinds, plan_flush, plan_push
 from vae_stream.causal_vit.places import CallKind, CausalConfig
@@ -31,6 +29,7 @@ from vae_stream.decoder import (
     latent_shape,
 )
 from vae_stream.geometry import BLOCK_LATENTS, RAW_FRAMES, frame_count
+from vae_stream.recorded import decode_runner
 from vae_stream.vit import Block, Vit
 
 
@@ -187,11 +186,7 @@ def _calls(form: Form, vit: Vit, causal: CausalConfig, *, height: int, width: in
     device = vit.register_tokens.device
     if device.type != "cuda" or not kernels_run_on(device):
         raise ValueError(f"form: {form} on {device}; allowed: {Form.PLAIN}, or cuda with triton")
-    runner = None
-    if form == Form.RECORDED:
-        # Before the kernels of a refresh beside it: somebody waits for the pictures.
-        capture = CudaCapture(device, priority=-1)
-        runner = GraphRunner(capture, RunnerLimits(captures_per_turn=1))
+    runner = decode_runner(device) if form == Form.RECORDED else None
     return FusedCalls(
         vit, causal, height=height, width=width, compile_mode=CompileMode.BLOCKS, runner=runner
     )

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vae_stream.causal_vit.places import RING_SLOTS
 from vae_stream.decoder import DecoderSnapshot, DecoderState, check_names
+from vae_stream.recorded import Lender
 from vae_stream.vit import VitConfig
 
 _WAITING_LATENTS = 2
@@ -71,35 +73,23 @@ class RingBuffers:
         return self.keys_LSRD, self.values_LSRD, self.latents_CFHW, self.clock_2
 
 
-class RingLender:
+class RingLender(Lender[RingBuffers]):
     """Gives memory to streams, that of ended ones first."""
 
     def __init__(self, shape: RingShape, device: torch.device) -> None:
+        super().__init__(partial(_ring_buffers, shape, device))
         self.shape = shape
-        self._device = device
-        self._free: list[RingBuffers] = []
 
-    def take(self) -> RingBuffers:
-        """Return memory whose content is undefined."""
-        if self._free:
-            return self._free.pop()
-        shape, device = self.shape, self._device
-        ring = (shape.layers, RING_SLOTS, shape.tokens, shape.width)
-        latents = (_WAITING_LATENTS, shape.channels, shape.height, shape.width_tokens)
-        return RingBuffers(
-            keys_LSRD=torch.empty(ring, dtype=shape.dtype, device=device),
-            values_LSRD=torch.empty(ring, dtype=shape.dtype, device=device),
-            latents_CFHW=torch.zeros(latents, device=device),
-            clock_2=torch.zeros(2, dtype=torch.int64, device=device),
-        )
 
-    def give(self, buffers: RingBuffers) -> None:
-        """Take memory back whose stream has gone."""
-        self._free.append(buffers)
-
-    def clear(self) -> None:
-        """Free what lies ready."""
-        self._free.clear()
+def _ring_buffers(shape: RingShape, device: torch.device) -> RingBuffers:
+    ring = (shape.layers, RING_SLOTS, shape.tokens, shape.width)
+    latents = (_WAITING_LATENTS, shape.channels, shape.height, shape.width_tokens)
+    return RingBuffers(
+        keys_LSRD=torch.empty(ring, dtype=shape.dtype, device=device),
+        values_LSRD=torch.empty(ring, dtype=shape.dtype, device=device),
+        latents_CFHW=torch.zeros(latents, device=device),
+        clock_2=torch.zeros(2, dtype=torch.int64, device=device),
+    )
 
 
 class CausalVitState(DecoderState):

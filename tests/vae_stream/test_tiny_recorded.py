@@ -1,0 +1,170 @@
+"""Recorded calls of tiny decoders against calls that run anew: the same bits."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphs.runner import GraphRunner, RunnerLimits
+from tests.graphs.tape import TapeCapture
+from vae_stream import TinyDecoder, TinyVae, TinyVaeConfig
+from vae_stream.recorded import decode_runner
+from vae_stream.taeh3 import Taeh3, Taeh3Config
+
+pytestmark = pytest.mark.cpu
+
+SIZE = {"height_px": 32, "width_px": 48}
+SHAPE = (1, 24, 2, 3)
+
+
+@pytest.fixture(scope="module", params=["tiny", "taeh3"])
+def network(request: pytest.FixtureRequest) -> TinyVae | Taeh3:
+    torch.manual_seed(4)
+    if request.param == "taeh3":
+        made = Taeh3(Taeh3Config(decoder_widths=(16, 12, 8, 8), encoder_width=8))
+        return made.eval().requires_grad_(False)
+    config = TinyVaeConfig(
+        decoder_widths=(16, 12, 8), head_width=4, encoder_widths=(8, 8, 16), latents_std=(2.0,) * 24
+    )
+    return TinyVae(config).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def tape() -> TapeCapture:
+    return TapeCapture()
+
+
+@pytest.fixture
+def runner(tape: TapeCapture) -> GraphRunner:
+    return GraphRunner(tape, RunnerLimits(captures_per_turn=1, is_strict=True))
+
+
+@pytest.fixture
+def recorded(network: TinyVae | Taeh3, runner: GraphRunner) -> Iterator[TinyDecoder]:
+    decoder = TinyDecoder(network, **SIZE, runner=runner)
+    yield decoder
+    decoder.close()
+
+
+@pytest.fixture
+def plain(network: TinyVae | Taeh3) -> TinyDecoder:
+    return TinyDecoder(network, **SIZE)
+
+
+def latents(count: int, seed: int = 1) -> list[Tensor]:
+    return list(torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed)))
+
+
+def decode(decoder: TinyDecoder, z: list[Tensor]) -> list[Tensor]:
+    state = decoder.new_state()
+    return [chunk.frames_THWC for one in z for chunk in decoder.push(state, one)]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), f"latent {index}"
+
+
+def test_a_stream_has_two_recordings_and_the_bits_of_plain_calls(
+    plain: TinyDecoder, recorded: TinyDecoder, runner: GraphRunner
+) -> None:
+    z = latents(12)
+
+    # Frames are compared at the end: later replays do not write into those handed out.
+    assert_equal(decode(recorded, z), decode(plain, z))
+
+    assert (runner.counts.plain, runner.counts.captures, runner.counts.replays) == (2, 2, 8)
+    assert sorted(entry.key.rows for entry in runner.entries) == [6, 24]
+
+
+def test_a_stream_after_another_replays_from_its_first_latent(
+    plain: TinyDecoder, recorded: TinyDecoder, runner: GraphRunner
+) -> None:
+    decode(recorded, latents(7))
+    gc.collect()
+    z = latents(6, seed=2)
+
+    assert_equal(decode(recorded, z), decode(plain, z))
+
+    assert (runner.counts.plain, runner.counts.captures) == (2, 2)
+
+
+def test_two_streams_in_turn_do_not_touch_each_other(
+    plain: TinyDecoder, recorded: TinyDecoder, runner: GraphRunner
+) -> None:
+    streams = latents(8), latents(8, seed=2)
+    states = recorded.new_state(), recorded.new_state()
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for pair in zip(*streams, strict=True):
+        for frames, state, one in zip(found, states, pair, strict=True):
+            frames += [chunk.frames_THWC for chunk in recorded.push(state, one)]
+
+    for frames, z in zip(found, streams, strict=True):
+        assert_equal(frames, decode(plain, z))
+    assert len(runner.entries) == 4
+
+
+def test_a_recording_goes_on_from_a_snapshot(plain: TinyDecoder, recorded: TinyDecoder) -> None:
+    z, state = latents(9), recorded.new_state()
+    for one in z[:7]:
+        recorded.push(state, one)
+    point = state.snapshot()
+    for one in latents(4, seed=2):
+        recorded.push(state, one)
+
+    state.restore(point)
+
+    found = [chunk.frames_THWC for one in z[7:] for chunk in recorded.push(state, one)]
+    assert_equal(found, decode(plain, z)[7:])
+
+
+def test_a_device_that_cannot_record_says_so_once_and_decodes(
+    network: TinyVae | Taeh3, plain: TinyDecoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = GraphRunner(TapeCapture(refuse="no graphs here"), RunnerLimits(captures_per_turn=1))
+    decoder, z = TinyDecoder(network, **SIZE, runner=runner), latents(12)
+
+    with caplog.at_level(logging.WARNING):
+        assert_equal(decode(decoder, z), decode(plain, z))
+
+    refused = [record.getMessage() for record in caplog.records]
+    assert len(refused) == 2  # one a call
+    assert all("no graphs here" in each for each in refused)
+
+
+def test_a_call_is_recorded_with_the_convolutions_that_it_was_warmed_up_with(
+    recorded: TinyDecoder, network: TinyVae | Taeh3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen, step = [], network.step
+
+    def watched(*args: object, **kwargs: object) -> object:
+        seen.append(torch.backends.cudnn.benchmark)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(network, "step", watched)
+    decode(recorded, latents(6))
+
+    assert seen == [False] * 4
+    assert torch.backends.cudnn.benchmark
+
+
+def test_closing_gives_recordings_up(recorded: TinyDecoder, tape: TapeCapture) -> None:
+    state = recorded.new_state()
+    for one in latents(6):
+        recorded.push(state, one)
+
+    recorded.close()
+
+    assert tape.log.count("release") == 2
+    with pytest.raises(RuntimeError, match="the runner is closed"):
+        recorded.push(state, latents(1)[0])
+
+
+def test_a_cpu_records_nothing() -> None:
+    assert decode_runner(torch.device("cpu")) is None
