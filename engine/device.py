@@ -76,6 +76,25 @@ def send(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device)
 
 
+def fetch(value: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy to the host; the result waits for the copy, and for nothing launched later.
+
+    On a CPU there is nothing to copy, and the value itself comes.
+    """
+    if value.device.type != "cuda":
+        return lambda: value
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    copy.copy_(value, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(value.device))
+
+    def take() -> Tensor:
+        done.synchronize()
+        return copy
+
+    return take
+
+
 def available_gib(device: torch.device) -> float:
     """Free memory of the device, or of the machine for a CPU."""
     if device.type == "cuda":

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from engine.device import fetch
 from engine.side_work import SideWork
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.types import SpanClock
     from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
 
@@ -69,12 +71,13 @@ class DecodeLane:
             with self._work.beside(latents_BCTHW):
                 if index == 0:
                     clock.mark("decode")
-                frames = self._to_host(decoder.push(state, latents_BCTHW[:, :, index]))
+                frames = decoder.push(state, latents_BCTHW[:, :, index])
+                take = _to_host(frames)
                 clock.mark(f"decoded_{index}")
                 if frames and not has_frames:
                     clock.mark("first_frames")
                     has_frames = True
-                return self._when_done(frames)
+                return take
 
         count = latents_BCTHW.shape[2]
         launched: deque[Callable[[], tuple[FrameChunk, ...]]] = deque()
@@ -85,7 +88,7 @@ class DecodeLane:
     def flush(self, decoder: StreamingDecoder, state: DecoderState) -> tuple[FrameChunk, ...]:
         """Return the pictures that wait for latents which will not come."""
         with self._work.beside():
-            take = self._when_done(self._to_host(decoder.flush(state)))
+            take = _to_host(decoder.flush(state))
         return take()
 
     def join(self) -> None:
@@ -104,25 +107,10 @@ class DecodeLane:
                 launched.append(push(index))
             yield from launched.popleft()()
 
-    def _to_host(self, chunks: tuple[FrameChunk, ...]) -> tuple[FrameChunk, ...]:
-        if not self._is_cuda:
-            return chunks
-        return tuple(replace(each, frames_THWC=_pinned(each.frames_THWC)) for each in chunks)
 
-    def _when_done(self, chunks: tuple[FrameChunk, ...]) -> Callable[[], tuple[FrameChunk, ...]]:
-        """Return what waits for the copies that were launched just now."""
-        if not self._is_cuda:
-            return lambda: chunks
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
-
-        def take() -> tuple[FrameChunk, ...]:
-            done.synchronize()
-            return chunks
-
-        return take
-
-
-def _pinned(frames: Tensor) -> Tensor:
-    copy = torch.empty(frames.shape, dtype=frames.dtype, pin_memory=True)
-    return copy.copy_(frames, non_blocking=True)
+def _to_host(chunks: tuple[FrameChunk, ...]) -> Callable[[], tuple[FrameChunk, ...]]:
+    """Begin to copy pictures; the result waits for them."""
+    copies = [fetch(each.frames_THWC) for each in chunks]
+    return lambda: tuple(
+        replace(each, frames_THWC=copy()) for each, copy in zip(chunks, copies, strict=True)
+    )

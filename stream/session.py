@@ -182,6 +182,8 @@ class ModelWorld:
 
         It becomes history last, or on CUDA beside the decoder, once the first frames are decoded.
         """
+        from engine.device import fetch
+
         rollout, is_cuda = self._begun(), self.device.startswith("cuda")
         chunk = self._engine.denoise(rollout, action)
         self.timings, latents_BCTHW = chunk.timings, chunk.latents_BCTHW
@@ -189,13 +191,16 @@ class ModelWorld:
         if self._decoder is not None and self._decoder_state is not None:
             clock = chunk.timings.clock
             frames = self._lane.start(self._decoder, self._decoder_state, latents_BCTHW, clock)
-        self.is_finite = bool(latents_BCTHW.isfinite().all())
-        self._digest.update(latents_BCTHW)
+        latents_on_host = fetch(latents_BCTHW)
         if is_cuda:
             # Not before the first frames are decoded, because somebody waits for them: beside the
             # refresh a pair of latents takes 54 ms (832x480 on an H200).
             self._lane.join()
             self._engine.commit(rollout, beside=True)
+        # Everything is launched before the host waits, so that it never has to catch up.
+        host_BCTHW = latents_on_host()
+        self.is_finite = bool(host_BCTHW.isfinite().all())
+        self._digest.update(host_BCTHW)
         yield from frames
         if not is_cuda:
             self._engine.commit(rollout)

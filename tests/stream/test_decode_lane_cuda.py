@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.config import EngineConfig
 from engine.engine import Engine
 from stream.session import ModelWorld, Session
+from stream.trace import Digest
 from tests.tiny import random_action, random_anchor, tiny_config
 from vae_stream.recorded import decode_runner
 from vae_stream.taehv import TinyVae, TinyVaeConfig
@@ -36,17 +37,18 @@ def _decoder(*, is_recorded: bool) -> TinyDecoder:
     return TinyDecoder(vae, height_px=size.height_px, width_px=size.width_px, runner=runner)
 
 
-def _in_turn(engine: Engine, decoder: TinyDecoder) -> list[Tensor]:
-    """Frames of a rollout in which everything waits for everything."""
+def _in_turn(engine: Engine, decoder: TinyDecoder) -> tuple[list[Tensor], str]:
+    """Frames of a rollout in which everything waits for everything, and digest of its latents."""
     rollout = engine.new_rollout("night", anchor_BCTHW=random_anchor(CONFIG), seed=5)
-    state, frames = decoder.new_state(), []
+    state, frames, digest = decoder.new_state(), [], Digest()
     for index in range(CHUNKS):
         latents_BCTHW = engine.step(rollout, random_action(index)).latents_BCTHW
         torch.cuda.synchronize()
+        digest.update(latents_BCTHW)
         for latent_BCHW in latents_BCTHW.unbind(2):
             frames += [each.frames_THWC.cpu() for each in decoder.push(state, latent_BCHW)]
         torch.cuda.synchronize()
-    return frames
+    return frames, digest.hex()
 
 
 @pytest.mark.parametrize("compiling", ["off", "full"])
@@ -54,7 +56,7 @@ def test_frames_beside_the_refresh_are_those_of_one_after_the_other(compiling: s
     engine = Engine.from_random(
         CONFIG, EngineConfig(device="cuda", dtype="bfloat16", compile=compiling)
     )
-    expected = _in_turn(engine, _decoder(is_recorded=False))
+    expected, digest = _in_turn(engine, _decoder(is_recorded=False))
     decoder = _decoder(is_recorded=True)
     world = ModelWorld(engine, decoder, anchor_BCTHW=random_anchor(CONFIG))
     session = Session(world, prompt="night", seed=5)
@@ -65,6 +67,7 @@ def test_frames_beside_the_refresh_are_those_of_one_after_the_other(compiling: s
     assert len(found) == len(expected)
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"latent {index}"
+    assert session.digest.hex() == digest
     decoder.close()
     engine.close()
 
