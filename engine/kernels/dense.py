@@ -2,9 +2,10 @@
 
     dense   o = softmax(q K^T / sqrt(width)) V
 
-Exact but for rounding: products in bf16, sums and the running maximum in fp32, weights rounded to
-bf16 before they meet the values. q, o are [B, R, N, K], k, v [B, S, N, K]; keys and values may be
-views with any strides of whole 16 bytes, dense in the last axis. Heads are 128 wide.
+Exact but for rounding: products in bf16, sums and weights in fp32, weights rounded to bf16 before
+they meet the values, whichever way scores are spread. q, o are [B, R, N, K], k, v [B, S, N, K];
+keys and values may be views with any strides of whole 16 bytes, dense in the last axis. Heads are
+128 wide.
 Owns the operator; `dense_gluon` has the kernel. It is not in the table of operators, whose kernels
 an interpreter runs: Gluon has none.
 """
