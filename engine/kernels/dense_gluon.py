@@ -3,7 +3,9 @@
 A program has a tile of 128 queries of one head, 64 for each group. The loading warp goes through
 the blocks of keys from the last, which may be short, to the first; each block of keys and each of
 values is a copy by the tensor memory accelerator into the next of a ring of buffers, and it runs
-ahead of the computing groups.
+ahead of the computing groups. Queries are in registers, which leaves room for two more buffers.
+Where no row of a tile is left for its second group, that computes nothing; it takes its turns and
+hands each buffer on.
 
 In each step a group issues the scores of the next block and, behind them, the sum of the values of
 the block before, and while the second runs it makes weights of the scores. The groups take turns
@@ -17,11 +19,10 @@ step looks for a larger one and scales sums down to it. fp32 and bf16 reach equa
 costs no digits, as far as it fits: where scores to come lie some 2^100 of weight above, a sum may
 overflow. Each group looks at its sums in the end, and if those of either went too far, the tile is
 swept once more by a maximum that runs along, which fits always. Which way a tile goes follows from
-its inputs alone.
+its inputs alone. Four threads share a row; each sums its own weights, and they add up at the end.
 
-At 1950 queries over 13526 keys, 56 heads, 1.2 ms: 628 TFLOP/s on an H200, where cuDNN takes 1.43.
-One program a tile is faster there than one a multiprocessor that takes an even share of all tiles,
-1.33, although the last round is not full.
+There is one program a tile, although their last round is not full: one a multiprocessor, with an
+even share of all tiles, took a tenth longer on an H200 at 1950 queries over 13526 keys.
 Owns the launch.
 """
 
@@ -49,7 +50,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from engine.errors import UnsupportedError
 
-_GROUP_ROWS, _BLOCK_KEYS, _BUFFERS = 64, 128, 4
+_GROUP_ROWS, _BLOCK_KEYS, _BUFFERS = 64, 128, 6
 """Queries of a group, keys of a block, blocks of keys or values in flight."""
 _REGISTERS, _LOADER_REGISTERS, _LEAST_REGISTERS = 240, 24, 168
 """Of a thread that computes, of one that loads, of each when the program starts."""
@@ -83,7 +84,7 @@ def _feed(
 
 
 @gluon.jit
-def _went_too_far(judged, verdicts, WARPS: gl.constexpr):
+def _either_went_too_far(judged, verdicts, WARPS: gl.constexpr):
     """Whether either group has said so; waits until both have judged their sums."""
     mbarrier.wait(judged, 0)
     word: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -97,7 +98,7 @@ def _produce(
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
     _feed(k_desc, v_desc, ready, empty, ring, batch, head, 0, blocks, KEYS, BUFFERS)
-    if _went_too_far(judged, verdicts, 1):
+    if _either_went_too_far(judged, verdicts, 1):
         _feed(k_desc, v_desc, ready, empty, ring, batch, head, blocks, blocks, KEYS, BUFFERS)
 
 
@@ -117,8 +118,14 @@ def _block(turn, ring, BUFFERS: gl.constexpr):
 
 
 @gluon.jit
+def _own_sums(p, KEYS: gl.constexpr):
+    """Sums over what each thread has of a row: pairs of keys, one pair in four."""
+    return gl.sum(gl.sum(gl.reshape(p, [_GROUP, KEYS // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
 def _sweep(
-    queries, keys, scale, ready, empty, issue, ring, first, blocks, WHO: gl.constexpr,
+    q, keys, scale, ready, empty, issue, ring, first, blocks, WHO: gl.constexpr,
     KEYS: gl.constexpr, WIDTH: gl.constexpr, BUFFERS: gl.constexpr, RUNS: gl.constexpr,
 ):  # fmt: skip
     """Sums of weighted values and of weights over all keys; `first` steps went before.
@@ -134,7 +141,7 @@ def _sweep(
     _await(begin, ready, BUFFERS)
     mbarrier.wait(issue.index(WHO), first & 1)
     k = _block(begin, ring, BUFFERS)
-    s = warpgroup_mma(queries, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
     mbarrier.arrive(issue.index(1 - WHO), count=1)
     s = warpgroup_mma_wait(0, deps=(s,))
     _release(begin, empty, BUFFERS)
@@ -142,7 +149,8 @@ def _sweep(
     s = gl.where((key < keys)[None, :], s, float("-inf"))
     top = gl.max(s, axis=1) * scale
     p = gl.exp2(s * scale - top[:, None])
-    total = gl.sum(p, axis=1)
+    total = _own_sums(p, KEYS)
+    own_rows: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     p_in = gl.convert_layout(p.to(gl.bfloat16), p_kind)
     sum_ = gl.zeros([_GROUP, WIDTH], gl.float32, o_kind)
     fade = gl.full([_GROUP], 1.0, gl.float32, gl.SliceLayout(1, s_kind))
@@ -152,7 +160,7 @@ def _sweep(
         turn = 2 * step
         k = _block(turn, ring, BUFFERS)
         mbarrier.wait(issue.index(WHO), step & 1)
-        later = warpgroup_mma(queries, k.permute([1, 0]), zero, use_acc=False, is_async=True)
+        later = warpgroup_mma(q, k.permute([1, 0]), zero, use_acc=False, is_async=True)
         if RUNS:
             # Behind the issue of the scores, not in front of it.
             sum_ = sum_ * gl.convert_layout(fade, o_rows)[:, None]
@@ -164,10 +172,10 @@ def _sweep(
         if RUNS:
             new = gl.maximum(top, gl.max(s, axis=1) * scale)
             fade = gl.exp2(top - new)
-            total *= fade
+            total *= gl.convert_layout(fade, own_rows)[:, None]
             top = new
         p = gl.exp2(s * scale - top[:, None])
-        total += gl.sum(p, axis=1)
+        total += _own_sums(p, KEYS)
         p_next = gl.convert_layout(p.to(gl.bfloat16), p_kind)
         # Here, not where a step begins: see the module.
         if turn + 2 < end:
@@ -181,37 +189,72 @@ def _sweep(
     acc = warpgroup_mma(p_in, _block(end - 1, ring, BUFFERS), sum_, is_async=True)
     sum_, p_in = warpgroup_mma_wait(0, deps=(acc, p_in))
     _release(end - 1, empty, BUFFERS)
-    return sum_, gl.convert_layout(total, o_rows)
+    return sum_, gl.convert_layout(gl.sum(total, axis=1), o_rows)
+
+
+@gluon.jit
+def _judge(went_too_far, judged, verdicts, WHO: gl.constexpr):
+    """Say of a group's sums whether they went too far; whether those of either did."""
+    word: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    verdicts.index(WHO).store(gl.full([1], went_too_far, gl.int32, word))
+    mbarrier.arrive(judged, count=1)
+    return _either_went_too_far(judged, verdicts, 4)
 
 
 @gluon.jit
 def _consume(
     q_ptr, o_ptr, q_row, o_row, rows, keys, scale, ready, empty, issue, judged, verdicts, ring,
-    queries, begin, blocks, WHO: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
+    begin, blocks, WHO: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     BUFFERS: gl.constexpr,
 ):  # fmt: skip
+    s_kind: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     io: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     row = begin + gl.arange(0, _GROUP, gl.SliceLayout(1, io))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, io))[None, :]
     mask, wide_row = (row < rows)[:, None], row.to(gl.int64)[:, None]
-    queries.store(gl.load(q_ptr + wide_row * q_row + column, mask=mask, other=0.0))
-    fence_async_shared()
+    q_io = gl.load(q_ptr + wide_row * q_row + column, mask=mask, other=0.0)
+    q = gl.convert_layout(q_io, gl.DotOperandLayout(0, s_kind, 2))
     sum_, total = _sweep(
-        queries, keys, scale, ready, empty, issue, ring, 0, blocks, WHO, KEYS, WIDTH, BUFFERS, False
+        q, keys, scale, ready, empty, issue, ring, 0, blocks, WHO, KEYS, WIDTH, BUFFERS, False
     )
     # What is not a number compares as false.
     is_sound = (gl.abs(sum_) <= _MOST_SUM) & (total <= _MOST_WEIGHT)[:, None]
-    verdict = gl.max(gl.max(gl.where(is_sound, 0, 1), axis=1), axis=0)
-    word: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    verdicts.index(WHO).store(gl.full([1], verdict, gl.int32, word))
-    mbarrier.arrive(judged, count=1)
-    if _went_too_far(judged, verdicts, 4):
+    went_too_far = gl.max(gl.max(gl.where(is_sound, 0, 1), axis=1), axis=0)
+    if _judge(went_too_far, judged, verdicts, WHO):
         sum_, total = _sweep(
-            queries, keys, scale, ready, empty, issue, ring, blocks, blocks, WHO, KEYS, WIDTH,
-            BUFFERS, True,
+            q, keys, scale, ready, empty, issue, ring, blocks, blocks, WHO, KEYS, WIDTH, BUFFERS,
+            True,
         )  # fmt: skip
     o = (sum_ / total[:, None]).to(gl.bfloat16)
     gl.store(o_ptr + wide_row * o_row + column, gl.convert_layout(o, io), mask=mask)
+
+
+@gluon.jit
+def _pass_on(ready, empty, issue, first, blocks, WHO: gl.constexpr, BUFFERS: gl.constexpr):
+    """Go through a sweep without rows."""
+    for step in range(first, first + blocks):
+        mbarrier.wait(issue.index(WHO), step & 1)
+        mbarrier.arrive(issue.index(1 - WHO), count=1)
+        for turn in range(2 * step, 2 * step + 2):
+            _await(turn, ready, BUFFERS)
+            _release(turn, empty, BUFFERS)
+
+
+@gluon.jit
+def _consume_if_any(
+    q_ptr, o_ptr, q_row, o_row, rows, keys, scale, ready, empty, issue, judged, verdicts, ring,
+    begin, blocks, WHO: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
+    BUFFERS: gl.constexpr,
+):  # fmt: skip
+    if begin < rows:
+        _consume(
+            q_ptr, o_ptr, q_row, o_row, rows, keys, scale, ready, empty, issue, judged, verdicts,
+            ring, begin, blocks, WHO, KEYS, WIDTH, BUFFERS,
+        )  # fmt: skip
+    else:
+        _pass_on(ready, empty, issue, 0, blocks, WHO, BUFFERS)
+        if _judge(0, judged, verdicts, WHO):
+            _pass_on(ready, empty, issue, blocks, blocks, WHO, BUFFERS)
 
 
 # No code of their own for sizes that are multiples of 16: keys follow the length of a prompt.
@@ -223,8 +266,6 @@ def _dense_kernel(
     LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     ring = gl.allocate_shared_memory(k_desc.dtype, [BUFFERS, 1, 1, KEYS, WIDTH], k_desc.layout)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_GROUP, WIDTH], gl.bfloat16)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [2, _GROUP, WIDTH], q_layout)
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     issue = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -248,10 +289,10 @@ def _dense_kernel(
     gl.warp_specialize(
         [
             (_consume, (q_ptr, o_ptr, q_row, o_row, rows, keys, scale, ready, empty, issue, judged,
-                        verdicts, ring, queries.index(0), begin, blocks, 0, KEYS, WIDTH, BUFFERS)),
-            (_consume, (q_ptr, o_ptr, q_row, o_row, rows, keys, scale, ready, empty, issue, judged,
-                        verdicts, ring, queries.index(1), begin + _GROUP, blocks, 1, KEYS, WIDTH,
-                        BUFFERS)),
+                        verdicts, ring, begin, blocks, 0, KEYS, WIDTH, BUFFERS)),
+            (_consume_if_any, (q_ptr, o_ptr, q_row, o_row, rows, keys, scale, ready, empty, issue,
+                               judged, verdicts, ring, begin + _GROUP, blocks, 1, KEYS, WIDTH,
+                               BUFFERS)),
             (_produce, (k_desc, v_desc, ready, empty, judged, verdicts, ring, batch, head, blocks,
                         KEYS, BUFFERS)),
         ],

@@ -40,16 +40,26 @@ def test_the_kernel_compiles_for_an_h200(compiled):
     assert compiled.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.cpu
-def test_weights_are_made_while_the_values_are_summed(compiled):
+@pytest.fixture(scope="module")
+def loops(compiled) -> list[str]:
+    """Code from the wait for the scores to that for the sum, in both sweeps of both groups."""
     wait = "wgmma.wait_group.sync.aligned "
-    # From the wait for the scores to that for the sum, in both sweeps of both groups.
-    loops = [part.partition(f"{wait}0;")[0] for part in compiled.asm["ptx"].split(f"{wait}1;")[1:]]
+    return [part.partition(f"{wait}0;")[0] for part in compiled.asm["ptx"].split(f"{wait}1;")[1:]]
+
+
+@pytest.mark.cpu
+def test_weights_are_made_while_the_values_are_summed(loops):
     assert len(loops) == 4
     for loop in loops:
         # A branch keeps the assembler from moving the wait in front of the weights.
         assert loop.count("ex2.approx") >= 64
         assert re.search(r"@%p\d+ bra", loop.rpartition("ex2.approx")[2])
+
+
+@pytest.mark.cpu
+def test_threads_of_a_row_meet_in_no_step_but_for_a_maximum_that_runs_along(loops):
+    # Two shuffles for the maximum of each of a thread's two rows.
+    assert sorted(loop.count("shfl.sync") for loop in loops) == [0, 0, 4, 4]
 
 
 @pytest.mark.cpu
