@@ -73,6 +73,8 @@ class Row:
     changes: dict[str, Any]
     """Fields of `EngineConfig`."""
     is_approximate: bool = False
+    is_extra: bool = False
+    """Left out unless it is named: another way to do what the next row does."""
 
 
 PLAIN: dict[str, Any] = {
@@ -94,6 +96,20 @@ ROWS = (
     # In place of what a compiler makes: nothing is left for it to fuse.
     Row(name="kernels", title="fused kernels", changes={"kernels": "fast", "compile": "off"}),
     Row(
+        name="fp8_block",
+        title="FP8 linears, in blocks",
+        changes={"linear": "fp8_block"},
+        is_approximate=True,
+        is_extra=True,
+    ),
+    Row(
+        name="fp8_mixed",
+        title="FP8 linears, the last of a block in blocks",
+        changes={"linear": "fp8_mixed"},
+        is_approximate=True,
+        is_extra=True,
+    ),
+    Row(
         name="fp8_linear",
         title="FP8 linears",
         changes={"linear": "fp8_rowwise"},
@@ -107,6 +123,7 @@ ROWS = (
     ),
 )
 ROW_NAMES = tuple(row.name for row in ROWS)
+DEFAULT_ROWS = tuple(row.name for row in ROWS if not row.is_extra)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +138,7 @@ class LadderScenario:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     chunk_count: int = 10
     """Chunks of a row that count."""
-    rows: tuple[str, ...] = ROW_NAMES
+    rows: tuple[str, ...] = DEFAULT_ROWS
     """Names of `ROWS`; the others are left out."""
     reference: str = ROW_NAMES[0]
     """Row that errors are against. It is measured first; those before it are taken as they are,

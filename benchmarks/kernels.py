@@ -37,6 +37,7 @@ from engine.device import resolve_device
 from engine.errors import ConfigError, WorldStreamError
 from engine.kernels import Op
 from engine.kernels.cases import CASES, Case
+from engine.kernels.reference import dequantize_rows
 from graphs.compile import compile_module
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
@@ -142,7 +143,7 @@ def _values(tensors: Sequence[Tensor]) -> list[Tensor]:
     codes = [index for index, each in enumerate(tensors) if each.dtype == torch.float8_e4m3fn]
     values = [each.float() for each in tensors]
     for index in reversed(codes):
-        values[index] = values[index] * values.pop(index + 1)
+        values[index] = dequantize_rows(values[index], values.pop(index + 1))
     return values
 
 

@@ -26,7 +26,15 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from benchmarks.climb import ROW_NAMES, Climbed, LadderScenario, Step, climb, measure_grounds
+from benchmarks.climb import (
+    DEFAULT_ROWS,
+    ROW_NAMES,
+    Climbed,
+    LadderScenario,
+    Step,
+    climb,
+    measure_grounds,
+)
 from benchmarks.ladder_output import as_json, as_record, bars, captions, head, row_line
 from benchmarks.options import command_parser
 from benchmarks.plot import save_waterfall
@@ -149,7 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--chunks", type=int, default=10, help="that count, of each row")
-    parser.add_argument("--rows", default=",".join(ROW_NAMES), help="names with commas")
+    parser.add_argument(
+        "--rows",
+        default=",".join(DEFAULT_ROWS),
+        help=f"names with commas, of {', '.join(ROW_NAMES)}",
+    )
     parser.add_argument("--reference", default=ROW_NAMES[0], help="row that errors are against")
     parser.add_argument("--start", default=ROW_NAMES[0], help="first row to measure after that")
     parser.add_argument("--plot", type=Path, help="PNG to write")

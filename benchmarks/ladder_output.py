@@ -7,6 +7,7 @@ of a rate or a floor that was measured in the same run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from benchmarks.climb import Climbed, Grounds, LadderScenario, Refused, Step
@@ -15,7 +16,7 @@ from benchmarks.plot import Bar
 from benchmarks.record import size_name
 from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
 from engine.memory import prefix_row_count
-from engine.quant import LinearName, scheme_of
+from engine.schemes import layer_rules, linear_shapes, scheme_of
 
 _COLUMNS = (
     ("row", "28"), ("class", "5"), ("ms a chunk p20/p50/p80 (n)", "31"), ("DiT fps", "7"),
@@ -138,19 +139,9 @@ def as_record(scenario: LadderScenario, grounds: Grounds, step: Climbed) -> dict
 
 def fp8_share(model: ModelConfig, linear: str) -> float:
     """Share of the weights of the blocks that a scheme puts into eight bits."""
-    hidden, attention, ffn = model.hidden_size, model.attention_dim, model.ffn_dim
-    sizes: dict[LinearName, int] = {
-        "qkv": 3 * hidden * attention, "out": attention * hidden, "up": 2 * hidden * ffn,
-        "down": ffn * hidden,
-    }  # fmt: skip
-    scheme, layers = scheme_of(linear), model.num_layers
-    named = sum(
-        size
-        for layer in range(layers)
-        for name, size in sizes.items()
-        if any(rule.names(layer, layers, name) for rule in scheme)
-    )
-    return named / (layers * sum(sizes.values()))
+    sizes = {name: math.prod(shape) for name, shape in linear_shapes(model).items()}
+    named = sum(sizes[name] for _, name in layer_rules(scheme_of(linear), model))
+    return named / (model.num_layers * sum(sizes.values()))
 
 
 def read_share(model: ModelConfig, density: float | None, sparse_steps: int) -> float:

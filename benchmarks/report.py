@@ -18,7 +18,7 @@ from benchmarks.ladder_report import RECORDS as LADDER_RECORDS
 from benchmarks.ladder_report import draw_pictures, ladder_section
 from benchmarks.record import latest_records
 from benchmarks.session_report import session_section
-from engine.quant import LINEARS
+from engine.schemes import LINEARS
 from miniworld.evaluation.figures import Figure, read_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,7 +164,8 @@ def _products(path: Path) -> str:
     head = ("products in eight bits, least / median, dB", *LINEARS, "commit")
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for record in records:
-        cells = [f"`{record['preset']}` {record['geometry']}, {record['weights']} weights"]
+        where = f"`{record['preset']}` {record['geometry']}, {record['weights']} weights"
+        cells = [f"{where}, {record['linear']}"]
         for name in LINEARS:
             found = [db for key, db in record["layers"].items() if key.endswith(f".{name}")]
             cells.append(f"{min(found):.1f} / {statistics.median(found):.1f}" if found else "")

@@ -47,6 +47,8 @@ EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
 ROWS: dict[str, dict[str, Any]] = {
     "exact": {"linear": "bf16"},
     "A": {"linear": "fp8_rowwise"},
+    "mixed": {"linear": "fp8_mixed"},
+    "block": {"linear": "fp8_block"},
     "sparse": {"linear": "fp8_rowwise", "attention": "sparse"},
 }
 """Fields of `EngineConfig` by the name of a row."""
@@ -78,7 +80,8 @@ class SessionScenario:
     decoder: str = "auto"
     """Mode of the decoder."""
     rows: str = "exact"
-    """exact, A (eight bits), sparse (and sparse attention), or several with commas."""
+    """exact, A (eight bits), mixed and block (the same with factors of blocks in one linear or in
+    all), sparse (A and sparse attention), or several with commas."""
     chunks: int = 20
     """Chunks to measure once the window is full, of each kind of measurement."""
 

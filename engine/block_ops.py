@@ -23,7 +23,7 @@ from engine.model.rope import apply_rope
 
 
 class Fp8Rows(NamedTuple):
-    """Rows [..., K] as e4m3 codes with one fp32 factor each [..., 1]; row = codes * scale."""
+    """Rows [..., K] as e4m3 codes with fp32 factors: [..., 1], or in blocks [..., K / 128]."""
 
     codes: Tensor
     scale: Tensor

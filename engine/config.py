@@ -38,8 +38,8 @@ SPARSE_STEPS = 2
 SPARSE_STEPS_LIMIT = 64
 SPARSE_BLOCKS = (8, 16, 32, 64)
 """Keys that may share a summary."""
-LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise")
-"""Schemes of `engine.quant` by name, or what fits."""
+LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise", "fp8_mixed", "fp8_block")
+"""Schemes of `engine.schemes` by name, or what fits."""
 VAE_SPATIAL_FACTOR = 16
 FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
 """Pixel frames that the latents of one chunk cover; the pattern repeats every five latents."""
@@ -336,7 +336,8 @@ class EngineConfig:
     fast on CUDA unless something is compiled by name."""
     linear: str = "auto"
     """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
-    scale a row, which is an approximation; or a json file of one's own (`quant.read_scheme`).
+    scale a row, which is an approximation, "fp8_block" with one for each 128 channels, "fp8_mixed"
+    with those where they tell; or a json file of one's own (`schemes.read_scheme`).
     "auto": "bf16" wherever that fits, see `memory.choose_plan`."""
     lora: str | None = None
     """An adapter: a file, or the folder that training left it in."""

@@ -25,6 +25,8 @@ from engine.model.dit import TransformerBlock
 T = TypeVar("T")
 FP8_CAPABILITY = (8, 9)
 """Of CUDA devices that have products in eight bits."""
+_FP8_BLOCK_MAJOR, _FP8_BLOCK_CUDA = 9, (12, 9)
+"""Of devices and libraries that have them in blocks of channels with factors of their own."""
 _GIB = 2**30
 _REPEATS = 5
 
@@ -141,6 +143,18 @@ def present_memory(device: torch.device, *, shared_by: int = 1) -> Present:
         has_fp8=torch.cuda.get_device_capability(device) >= FP8_CAPABILITY,
         shared_by=shared_by,
     )
+
+
+def blocks_refusal(device: torch.device) -> str | None:
+    """Return why a CUDA device has no products in eight bits of blocks, or None."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != _FP8_BLOCK_MAJOR:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} is of capability {major}.{minor} and products of blocks need 9.x (Hopper)"
+    version = torch.version.cuda or "0.0"
+    if tuple(map(int, version.split(".")[:2])) < _FP8_BLOCK_CUDA:
+        return f"torch is built for CUDA {version} and products of blocks need 12.9"
+    return None
 
 
 def smaller_geometries(size: Geometry) -> list[Geometry]:

@@ -35,12 +35,17 @@ from engine.quant import Fp8Linear, block_linears
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Product:
-    """Weights [N, K] of one product; with ``scale_N`` in eight bits."""
+    """Weights [N, K] of one product; with ``scale`` in eight bits."""
 
     weight_NK: Tensor
-    scale_N: Tensor | None
+    scale: Tensor | None
     adapted: tuple[nn.Module, ...] = ()
     """The linears side by side, if any of them has a low-rank branch."""
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether rows in eight bits have a factor for each block of their channels."""
+        return self.scale is not None and self.scale.ndim == 2
 
     @property
     def sums_inside(self) -> bool:
@@ -68,12 +73,12 @@ class _Product:
 
     def __call__(self, rows: Rows, dtype: torch.dtype) -> Tensor:
         """Return the outputs of the weights alone."""
-        if self.scale_N is None:
+        if self.scale is None:
             assert isinstance(rows, Tensor)
             return F.linear(rows, self.weight_NK)
         if isinstance(rows, Tensor):
-            rows = Fp8Rows(*fp8_linear.quantize_rows(rows))
-        return fp8_linear.fp8_linear(rows.codes, rows.scale, self.weight_NK, self.scale_N, dtype)
+            rows = Fp8Rows(*fp8_linear.quantize_rows(rows, self.in_blocks))
+        return fp8_linear.fp8_linear(rows.codes, rows.scale, self.weight_NK, self.scale, dtype)
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -145,16 +150,16 @@ class _FusedBlockOps:
     def _enter(self, block: _Block, x: Residual, modulation_BM6D: Tensor) -> tuple[Tensor, Rows]:
         """Rows of a block, and the same normalised and modulated for its first product."""
         weight_D, eps, rounding = block.norm1.weight, block.norm1.eps, self._rounding
-        is_eight_bits = block.qkv.scale_N is not None
+        is_eight_bits, in_blocks = block.qkv.scale is not None, block.qkv.in_blocks
         if isinstance(x, Tensor):
             norm = (weight_D, modulation_BM6D, eps, rounding)
             if is_eight_bits:
-                return x, Fp8Rows(*adaln.norm_modulate_fp8(x, *norm))
+                return x, Fp8Rows(*adaln.norm_modulate_fp8(x, *norm, in_blocks))
             return x, adaln.norm_modulate(x, *norm)
         gated = (x.x_BRD, x.branch_BRD, weight_D, x.modulation_BM6D, eps, rounding)
         if is_eight_bits:
             assert x.delta_BRD is None
-            x_BRD, *quantized = adaln.add_norm_modulate_fp8(*gated, modulation_BM6D)
+            x_BRD, *quantized = adaln.add_norm_modulate_fp8(*gated, modulation_BM6D, in_blocks)
             return x_BRD, Fp8Rows(*quantized)
         return adaln.add_norm_modulate(*gated, x.delta_BRD, modulation_BM6D)
 
@@ -187,8 +192,9 @@ class _FusedBlockOps:
         """
         start, matrix = placement.cos_RK.shape[-1], placement.camera.output
         has_all_heads = o_BRNK.shape[2] == self._heads
-        if self._blocks[layer].out.scale_N is not None and has_all_heads:
-            return Fp8Rows(*qknorm_rope.turn_output_fp8(o_BRNK, matrix, start))
+        out = self._blocks[layer].out
+        if out.scale is not None and has_all_heads:
+            return Fp8Rows(*qknorm_rope.turn_output_fp8(o_BRNK, matrix, start, out.in_blocks))
         return qknorm_rope.turn_output(o_BRNK, matrix, start).unflatten(-1, (-1, self._width))
 
     def finish(self, layer: int, x_BRD: Tensor, o: Rows, modulation_BM6D: Tensor) -> Gated:
@@ -198,16 +204,18 @@ class _FusedBlockOps:
         branch_BRD, delta = self._terms(block.out, merged, dtype)
         norm = (block.norm2.weight, modulation_BM6D, block.norm2.eps, rounding)
         rows: Rows
-        if block.up.scale_N is None:
+        if block.up.scale is None:
             x_BRD, rows = adaln.add_norm_modulate(x_BRD, branch_BRD, *norm, _only(delta))
         else:
-            x_BRD, *quantized = adaln.add_norm_modulate_fp8(x_BRD, branch_BRD, *norm)
+            x_BRD, *quantized = adaln.add_norm_modulate_fp8(
+                x_BRD, branch_BRD, *norm, in_blocks=block.up.in_blocks
+            )
             rows = Fp8Rows(*quantized)
         z_BRF, delta = self._terms(block.up, rows, dtype)
-        if block.down.scale_N is None:
+        if block.down.scale is None:
             rows = swiglu.swiglu(z_BRF, rounding, _only(delta))
         else:
-            rows = Fp8Rows(*swiglu.swiglu_fp8(z_BRF, rounding))
+            rows = Fp8Rows(*swiglu.swiglu_fp8(z_BRF, rounding, block.down.in_blocks))
         branch_BRD, delta = self._terms(block.down, rows, dtype)
         return Gated(x_BRD, branch_BRD, _only(delta), modulation_BM6D)
 
@@ -248,9 +256,9 @@ def _product(modules: Sequence[nn.Module]) -> _Product:
         return dataclasses.replace(_product(bases), adapted=tuple(modules))
     kinds = [type(module).__name__ for module in modules]
     if all(isinstance(module, Fp8Linear) for module in modules):
-        return _Product(weight_NK=_joined(modules, "codes_NK"), scale_N=_joined(modules, "scale_N"))
+        return _Product(weight_NK=_joined(modules, "codes_NK"), scale=_joined(modules, "scale"))
     if all(isinstance(module, nn.Linear) for module in modules):
-        return _Product(weight_NK=_joined(modules, "weight"), scale_N=None)
+        return _Product(weight_NK=_joined(modules, "weight"), scale=None)
     raise UnsupportedError(
         f"linears are {', '.join(kinds)}; allowed: Linear, or Fp8Linear for all that go together"
     )

@@ -25,12 +25,12 @@ from engine.checkpoint.shards import read_shard, write_shard
 from engine.checkpoint.source import Source
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import CheckpointError, UnsupportedError
-from engine.kernels.fp8_linear import WIDTH_MULTIPLE
 from engine.lora import change_weights, install_adapter, merged
 from engine.model.dit import MiniMaxH3Transformer
-from engine.quant import Fp8Linear, check_blocks, quantize_, refusal, scheme_of, whole_groups
+from engine.quant import Fp8Linear, quantize_, refusal, whole_groups
+from engine.schemes import Rule, check_blocks, layer_rules, scheme_of
 
-_FORM = 1
+_FORM = 2
 """Raised when the same weights would give other codes."""
 _ROOM = 1.5
 """Times its size that a file needs on disk, so that no disk is filled by it."""
@@ -77,7 +77,7 @@ class QuantCache:
             f"{name}.{part}": getattr(module, part)
             for name, module in model.named_modules()
             if isinstance(module, Fp8Linear)
-            for part in ("codes_NK", "scale_N")
+            for part in ("codes_NK", "scale")
         }
         size = sum(tensor.nbytes for tensor in tensors.values())
         try:
@@ -159,27 +159,39 @@ def check_linears(name: str, model: ModelConfig, device: torch.device, dtype: to
     """Refuse a scheme that could not be followed, before weights are read.
 
     Raises: ConfigError for a scheme that is no such thing or names blocks that are not there,
-        UnsupportedError where eight bits do not run.
+        UnsupportedError where eight bits do not run or no linear can have them.
     """
-    check_blocks(scheme_of(name), model.num_layers)
-    reason = None if name == "bf16" else refusal(device, dtype)
+    scheme = scheme_of(name)
+    check_blocks(scheme, model.num_layers)
+    reason = refusal(scheme, device, dtype)
     if reason is not None:
         raise UnsupportedError(f"linear is {name!r}; allowed here: 'bf16', because {reason}")
+    if name != "bf16" and not layer_rules(scheme, model):
+        sides = " or ".join(sorted({f"{rule.width_multiple}" for rule in scheme}))
+        raise UnsupportedError(
+            f"linear is {name!r}; allowed for this model of {model.num_layers} blocks: 'bf16', "
+            "because the scheme names no linear that it has"
+            + (f" with sides that are multiples of {sides}" if sides else "")
+        )
 
 
-def kept_fp8(source: Source, config: EngineConfig, adapter: Adapter | None) -> frozenset[str]:
-    """Weights that a source has in eight bits and that a resolved config wants so.
+def kept_fp8(source: Source, config: EngineConfig, adapter: Adapter | None) -> dict[str, Rule]:
+    """Weights that a source has in eight bits and that a resolved config wants so, with their rule.
 
-    What an adapter changes is multiplied out, to be quantised with its update.
+    A factor a tensor is that of each row, and that of each block; factors of rows are not those of
+    blocks. What an adapter changes is multiplied out, to be quantised with its update.
     """
-    scheme = scheme_of(config.linear)
-    names = set(source.fp8_names)
-    names -= {
-        name for name, shape in source.shapes.items() if any(n % WIDTH_MULTIPLE for n in shape)
-    }
+    shapes, factors = source.shapes, source.fp8_factors
+    changed: set[str] = set()
     if adapter is not None:
-        names -= {f"{name}.weight" for name in adapter.pairs} | adapter.changes.keys()
-    return whole_groups(names, scheme, source.config.num_layers)
+        changed = {f"{name}.weight" for name in adapter.pairs} | adapter.changes.keys()
+
+    def fits(name: str, rule: Rule) -> bool:
+        if name in changed or name not in factors:
+            return False
+        return rule.serves(*shapes[name]) and not (rule.in_blocks and factors[name] > 1)
+
+    return whole_groups(fits, scheme_of(config.linear), source.config.num_layers)
 
 
 def _quantize(
@@ -192,11 +204,6 @@ def _quantize(
         return merged(adapter, linear, weight_NK)
 
     report = quantize_(model, scheme_of(name), None if adapter is None else widen)
-    if not report.layers and not report.ready:
-        raise UnsupportedError(
-            f"linear is {name!r}; allowed for this model of {model.config.num_layers} blocks: "
-            "'bf16', because the scheme names no linear that it has"
-        )
     _log.info(
         "linears_quantized scheme=%s layers=%d ready=%d skipped=%d sqnr_db=%.1f gib=%.2f "
         "was_gib=%.2f", name, len(report.layers), len(report.ready), len(report.skipped),

@@ -133,7 +133,7 @@ def pretrained_parts(
         device=device,
         text_encoder=words,
         eight_bits=cache.find(),
-        fp8_names=kept_fp8(weights, config, adapter),
+        fp8_weights=kept_fp8(weights, config, adapter),
         on_progress=on_progress,
     )
     prepare_linears(model, config, adapter=adapter, cache=cache)

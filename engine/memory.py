@@ -11,6 +11,7 @@ played, what was given up is gone, and windows, decoder state and graphs are the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -350,18 +351,11 @@ def _working_bytes(model: ModelConfig, size: int, world_size: int) -> int:
 
 
 def _scheme_bytes(model: ModelConfig, linear: str, size: int) -> int:
-    """Linears of all blocks where a scheme puts some into eight bits, one fp32 factor a row."""
-    from engine.quant import LINEARS, scheme_of
+    """Linears of all blocks where a scheme puts some into eight bits, with their fp32 factors."""
+    from engine.schemes import layer_rules, linear_shapes, scheme_of
 
-    hidden, inner, ffn = model.hidden_size, model.attention_dim, model.ffn_dim
-    shapes = {
-        "qkv": (3 * inner, hidden), "out": (hidden, inner), "up": (2 * ffn, hidden),
-        "down": (hidden, ffn),
-    }  # fmt: skip
-    scheme, total = scheme_of(linear), 0
-    for layer in range(model.num_layers):
-        for name in LINEARS:
-            rows, columns = shapes[name]
-            is_named = any(rule.names(layer, model.num_layers, name) for rule in scheme)
-            total += rows * (columns + 4) if is_named else rows * columns * size
+    shapes, total = linear_shapes(model), model.num_layers * linear_parameter_count(model) * size
+    for (_, name), rule in layer_rules(scheme_of(linear), model).items():
+        total -= math.prod(shapes[name]) * (size - 1)
+        total += 4 * math.prod(rule.factors_shape(*shapes[name]))
     return total

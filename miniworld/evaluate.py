@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sheet-dir", type=Path, help="write contact sheets here")
     add("--device", default="auto", help="cuda, cpu; cuda where present by default")
     add("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on CUDA by default")
-    add("--linear", default="bf16", help="bf16, fp8_rowwise, or a json file with a scheme")
+    add("--linear", default="bf16", help="bf16, fp8_rowwise, fp8_mixed, fp8_block, or a json file")
     add("--attention", choices=get_args(AttentionName), default="auto", help="over the window")
     add("--sparse-tau", type=float, default=1.0, help="of sparse attention: larger reads less")
     add("--sparse-block", type=int, default=64, help="of sparse attention: keys that share a "

@@ -55,7 +55,7 @@ class BenchEngine:
     kernels: KernelChoice = "auto"
     """Fused kernels and where they round."""
     linear: str = "bf16"
-    """Products of the blocks: bf16, fp8_rowwise, or a json file with a scheme."""
+    """Products of the blocks: bf16, fp8_rowwise, fp8_mixed, fp8_block, or a json file."""
     lora: File = None
     """Adapter (LoRA): a file, or the folder that training left it in."""
     lora_mode: LoraChoice = "auto"
@@ -68,7 +68,8 @@ class BenchEngine:
     ladder: bool = False
     """Transformer alone, from the plain path up, one change more a row, each with its error."""
     rows: Text = None
-    """With --ladder: names of rows with commas between them; by default all."""
+    """With --ladder: names of rows with commas between them, fp8_block and fp8_mixed too, which are
+    left out by default."""
     plot: File = None
     """With --ladder: PNG to write."""
     record: File = None
@@ -123,7 +124,7 @@ class BenchEngine:
             default = next(each.default for each in fields(self) if each.name == name)
             if getattr(self, name) != default:
                 raise ConfigError(f"{name}: {getattr(self, name)}; allowed without ladder")
-        from benchmarks.climb import ROW_NAMES, LadderScenario
+        from benchmarks.climb import DEFAULT_ROWS, LadderScenario
         from benchmarks.ladder import alone, run_ladder
         from benchmarks.record import parse_geometry
 
@@ -134,7 +135,7 @@ class BenchEngine:
             device=self.device,
             dtype=self.dtype,
             chunk_count=self.chunks,
-            rows=ROW_NAMES if self.rows is None else tuple(self.rows.split(",")),
+            rows=DEFAULT_ROWS if self.rows is None else tuple(self.rows.split(",")),
         )
         record = None if self.record is None else Path(self.record)
         plot = None if self.plot is None else Path(self.plot)

@@ -17,7 +17,7 @@ from benchmarks.record import describe_machine
 from engine.attention.base import AttentionNeed, backends
 from engine.attention.sparse import sparse_refusal
 from engine.config import ModelConfig, TextConfig
-from engine.device import likely_dtype, present_memory, resolve_device, torch_dtype
+from engine.device import blocks_refusal, likely_dtype, present_memory, resolve_device, torch_dtype
 from engine.errors import DeviceError
 from stream.findings import Finding, Health, findings_of
 from stream.settings import ServerSettings
@@ -95,10 +95,12 @@ def backend_findings(device: torch.device, model: ModelConfig) -> Iterator[Findi
     yield make("attention sparse", health, "serves, by name" if reason is None else reason)
     has_triton = importlib.util.find_spec("triton") is not None
     is_cuda = device.type == "cuda"
+    lacks = blocks_refusal(device) if is_cuda else None
     for name, is_there, otherwise in (
         ("fused kernels", is_cuda and has_triton, "need CUDA and triton"),
         ("CUDA graphs", is_cuda, "need CUDA"),
         ("FP8 products", present_memory(device).has_fp8, "need CUDA of capability 8.9 or more"),
+        ("FP8 products in blocks", is_cuda and lacks is None, lacks or "need CUDA"),
     ):
         yield make(name, Health.OK if is_there else Health.NOTE, "" if is_there else otherwise)
 

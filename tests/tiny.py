@@ -45,6 +45,11 @@ def narrow_config() -> ModelConfig:
     )
 
 
+def block_config(**changes: object) -> ModelConfig:
+    """Return the tiny model with linears that are whole blocks of 128 by 128 channels."""
+    return tiny_config(**{"hidden_size": 128, "ffn_dim": 128} | changes)
+
+
 @cache
 def tiny_engine(dtype: str = "float32") -> Engine:
     """Return one shared engine; engines do not change, rollouts do."""

@@ -23,6 +23,7 @@ from engine.errors import CheckpointError
 from engine.model.adaln_curve import CurveShape, install_curve
 from engine.model.dit import MiniMaxH3Transformer
 from engine.quant import Fp8Linear
+from engine.schemes import Rule
 from engine.types import LoadEvent
 
 BUFFER_BYTES = 64 * 2**20
@@ -39,7 +40,7 @@ def load_model(
     device: torch.device,
     text_encoder: nn.Module | None = None,
     eight_bits: Path | None = None,
-    fp8_names: frozenset[str] = frozenset(),
+    fp8_weights: Mapping[str, Rule] | None = None,
     on_progress: OnLoad | None = None,
 ) -> MiniMaxH3Transformer:
     """Build the transformer and fill it.
@@ -51,18 +52,25 @@ def load_model(
         text_encoder: filled in place (fp32) from tensors named `text_encoder.*`.
         eight_bits: a file of linears that were quantised before (`QuantCache`); what they replace
             is not read.
-        fp8_names: weights of the source that shall stay in the eight bits that they lie in.
+        fp8_weights: those of the source that shall stay in the eight bits that they lie in, and the
+            form of their factors.
         on_progress: called a few times a second.
 
     Raises: CheckpointError.
     """
     cached = {} if eight_bits is None else read_shard(eight_bits).records
-    modules = {name.rpartition(".")[0]: record.shape for name, record in cached.items()
-               if name.endswith(".codes_NK")}  # fmt: skip
+    shapes = source.shapes
+    factors = {
+        name.removesuffix(".weight"): rule.factors_shape(*shapes[name])
+        for name, rule in (fp8_weights or {}).items()
+    } | {
+        name.removesuffix(".scale"): record.shape
+        for name, record in cached.items()
+        if name.endswith(".scale")
+    }
     model = empty_model(
-        source.config, dtype=dtype, device=device, curve=source.curve,
-        fp8_modules=modules.keys() | {name.removesuffix(".weight") for name in fp8_names},
-    )  # fmt: skip
+        source.config, dtype=dtype, device=device, curve=source.curve, fp8_factors=factors
+    )
     targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if text_encoder is not None:
         targets |= dict(text_encoder.named_parameters(prefix=TEXT_PREFIX.rstrip(".")))
@@ -99,7 +107,7 @@ def empty_model(
     dtype: torch.dtype,
     device: torch.device,
     curve: CurveShape | None = None,
-    fp8_modules: frozenset[str] | set[str] = frozenset(),
+    fp8_factors: Mapping[str, tuple[int, ...]] | None = None,
 ) -> MiniMaxH3Transformer:
     """Transformer with unwritten weights, allocated once in its final dtypes.
 
@@ -108,18 +116,18 @@ def empty_model(
         dtype: of the blocks.
         device: where it is.
         curve: size of the table where modulation comes from a curve.
-        fp8_modules: linears in eight bits, by name.
+        fp8_factors: shape of the factors of each linear in eight bits, by its name.
     """
     with torch.device("meta"):
         model = MiniMaxH3Transformer(config)
     model.cast_blocks(dtype)
     if curve is not None:
         install_curve(model, curve)
-    for name in fp8_modules:
+    for name, shape in (fp8_factors or {}).items():
         owner, _, attribute = name.rpartition(".")
-        rows, columns = model.get_parameter(f"{name}.weight").shape
-        codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta")
-        scale = torch.empty(rows, dtype=torch.float32, device="meta")
+        weight = model.get_parameter(f"{name}.weight")
+        codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device="meta")
+        scale = torch.empty(shape, dtype=torch.float32, device="meta")
         setattr(model.get_submodule(owner), attribute, Fp8Linear(codes, scale))
     model.to_empty(device=device)
     return model
@@ -128,7 +136,7 @@ def empty_model(
 def _names(target: str) -> tuple[str, str]:
     """Names of a weight in eight bits: codes and factors."""
     stem = target.removesuffix("weight")
-    return f"{stem}codes_NK", f"{stem}scale_N"
+    return f"{stem}codes_NK", f"{stem}scale"
 
 
 def _wanted(piece: Piece, targets: Mapping[str, Tensor]) -> Iterator[bool]:
@@ -156,7 +164,9 @@ def _values(
         for (name, codes_NK), (_, scale_N) in parts:
             codes_name, scale_name = _names(name)
             yield codes_name, codes_NK
-            yield scale_name, scale_N
+            # Of blocks only where one factor stands for all.
+            shape = targets[scale_name].shape
+            yield scale_name, scale_N if len(shape) == 1 else factor.expand(shape)
 
 
 def _known(

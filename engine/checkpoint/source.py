@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,10 +94,14 @@ class Source:
         return sum(piece.record.nbytes for piece in (*self.pieces, *self.text_pieces))
 
     @property
-    def fp8_names(self) -> frozenset[str]:
-        """Weights that lie in eight bits with a factor."""
-        pieces = (piece for piece in self.pieces if piece.record.dtype == "F8_E4M3")
-        return frozenset(target for piece in pieces for target in piece.targets)
+    def fp8_factors(self) -> dict[str, int]:
+        """Weights that lie in eight bits, and how many factors the tensor of each has."""
+        return {
+            target: math.prod(piece.scale.shape)
+            for piece in self.pieces
+            if piece.record.dtype == "F8_E4M3" and piece.scale is not None
+            for target in piece.targets
+        }
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,7 +120,7 @@ class Source:
             parts.append(f"{self.qkv} qkv")
         if self.curve is not None:
             parts.append(f"pruned to a curve of {self.curve.points} x {self.curve.width}")
-        if self.fp8_names:
+        if self.fp8_factors:
             parts.append("linears in eight bits")
         parts.append(f"{len(self.files)} files, {self.nbytes / _GB:.2f} GB")
         return ", ".join(parts)

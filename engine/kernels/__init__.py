@@ -6,8 +6,10 @@ Does not own: when they run; the rest of `engine` decides that.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -55,6 +57,8 @@ class Op:
     """Arguments that are written instead of returned: tensors, or lists with one a layer."""
     tolerance: float
     """Largest RMS of the error over that of the result, in bf16."""
+    serves: Callable[[Case], bool] = lambda case: True
+    """Sizes that it is for."""
 
     def written_in(self, given: Mapping[str, Any]) -> list[Tensor]:
         """What a call with these arguments wrote; layers are joined on a new first axis."""
@@ -64,7 +68,7 @@ class Op:
     @property
     def cases(self) -> tuple[Case, ...]:
         """Sizes to test and measure."""
-        return CASES
+        return tuple(case for case in CASES if self.serves(case))
 
 
 F_TOLERANCE = 5e-3
@@ -255,5 +259,22 @@ _TABLE = (
     ),
 )  # fmt: skip
 
+
+def _in_blocks(op: Op) -> Op:
+    """Return the form of an operator with a factor for each block of channels."""
+    inputs = partial(cases.fp8_linear_inputs, in_blocks=True)
+    return dataclasses.replace(
+        op,
+        name=f"{op.name}_block",
+        inputs=inputs if op.name == "fp8_linear" else cases.in_blocks(op.inputs),
+        serves=lambda case: case.has_blocks,
+    )
+
+
+_BLOCK_FORMS = (
+    "quantize_rows", "norm_modulate_fp8", "add_norm_modulate_fp8", "turn_output_fp8", "swiglu_fp8",
+    "fp8_linear",
+)  # fmt: skip
 OPS: dict[str, Op] = {op.name: op for op in _TABLE}
+OPS |= {f"{name}_block": _in_blocks(OPS[name]) for name in _BLOCK_FORMS}
 """Operators by name; tests and benchmarks go through all of them."""

@@ -11,7 +11,8 @@ is between load and store are fp32; see `reference` for `rounding`. With "fast" 
 before it is rounded. A `delta`, contiguous, is added to the branch first, and that sum is rounded.
 A `following` modulation, of as many runs, is that of the next block: the gate is then part 5 of the
 modulation, and shift and scale are parts 0 and 1 of the following one.
-The forms that end in `_fp8` return e4m3 codes and one factor a row instead of the modulated rows.
+The forms that end in `_fp8` return e4m3 codes and one factor a row, or one for each 128 channels of
+it, instead of the modulated rows.
 Outputs are contiguous.
 Owns the operators; `adaln_triton` has the kernels.
 """
@@ -59,23 +60,34 @@ def _(
 
 @torch.library.custom_op("worldstream::norm_modulate_fp8", mutates_args=())
 def norm_modulate_fp8(
-    x_BRD: Tensor, weight_D: Tensor, modulation_BMPD: Tensor, eps: float, rounding: str
+    x_BRD: Tensor,
+    weight_D: Tensor,
+    modulation_BMPD: Tensor,
+    eps: float,
+    rounding: str,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return codes and factors of the modulated rows. Raises: ConfigError, UnsupportedError."""
     from engine.kernels import adaln_triton
 
     _check("norm_modulate_fp8", x_BRD, weight_D, modulation_BMPD, 2, rounding)
+    if in_blocks:
+        contract.require_blocks("norm_modulate_fp8", x_BRD.shape[-1])
     return adaln_triton.norm_modulate_fp8(
-        x_BRD, weight_D, modulation_BMPD, eps, rounding == "eager"
+        x_BRD, weight_D, modulation_BMPD, eps, rounding == "eager", in_blocks
     )
 
 
 @norm_modulate_fp8.register_fake
 def _(
-    x_BRD: Tensor, weight_D: Tensor, modulation_BMPD: Tensor, eps: float, rounding: str
+    x_BRD: Tensor,
+    weight_D: Tensor,
+    modulation_BMPD: Tensor,
+    eps: float,
+    rounding: str,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    codes = x_BRD.new_empty(x_BRD.shape, dtype=torch.float8_e4m3fn)
-    return codes, contract.new_row_scale(x_BRD)
+    return contract.new_quantized(x_BRD, x_BRD.shape, in_blocks)
 
 
 def _check_add(
@@ -142,15 +154,19 @@ def add_norm_modulate_fp8(
     eps: float,
     rounding: str,
     following_BMPD: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return h, codes and factors of the modulated rows. Raises: ConfigError, UnsupportedError."""
     from engine.kernels import adaln_triton
 
     op = "add_norm_modulate_fp8"
     _check_add(op, x_BRD, branch_BRD, weight_D, modulation_BM6D, rounding, following_BMPD)
+    if in_blocks:
+        contract.require_blocks(op, x_BRD.shape[-1])
     return adaln_triton.add_norm_modulate_fp8(
-        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager", following_BMPD
-    )
+        x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding == "eager", following_BMPD,
+        in_blocks,
+    )  # fmt: skip
 
 
 @add_norm_modulate_fp8.register_fake
@@ -162,9 +178,10 @@ def _(
     eps: float,
     rounding: str,
     following_BMPD: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes = x_BRD.new_empty(x_BRD.shape, dtype=torch.float8_e4m3fn)
-    return x_BRD.new_empty(x_BRD.shape), codes, contract.new_row_scale(x_BRD)
+    quantized = contract.new_quantized(x_BRD, x_BRD.shape, in_blocks)
+    return x_BRD.new_empty(x_BRD.shape), *quantized
 
 
 @torch.library.custom_op("worldstream::add_gated", mutates_args=())

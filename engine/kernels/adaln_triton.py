@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.contract import batch_stride, new_row_scale
+from engine.kernels.contract import batch_stride, new_quantized
 from engine.kernels.reference import GATE_A, GATE_F, SCALE_A, SCALE_F, SHIFT_A, SHIFT_F
 from engine.kernels.rows_triton import (
     AS_WRITTEN,
+    block_codes,
     codes_of,
     load_sum,
     load_wide,
@@ -54,12 +55,14 @@ def _norm_kernel(
     gate_run,
     modulation_batch,
     modulation_run,
+    factor_step,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BRANCH: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     FP8: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
     EAGER: tl.constexpr,
     RUN: tl.constexpr,
 ):
@@ -85,12 +88,16 @@ def _norm_kernel(
     out = (rounded(normed * scale, kind, EAGER) + shift).to(kind)
     if FP8:
         wide = tl.where(mask, out.to(tl.float32), 0.0)
-        factor, inverse = row_factors(tl.max(tl.abs(wide), axis=0))
+        if IN_BLOCKS:
+            codes = block_codes(wide, factor_ptr + program, 0, factor_step, WIDTH, BLOCK)
+        else:
+            factor, inverse = row_factors(tl.max(tl.abs(wide), axis=0))
+            tl.store(factor_ptr + program, factor)
+            codes = codes_of(wide, inverse)
         # Runs as long as those of the plain form: a thread then holds the same columns, and a row
         # is summed in the same order. Left alone, the compiler makes those of codes longer.
         at = tl.max_contiguous(out_ptr + program * WIDTH + column, RUN)
-        tl.store(at, codes_of(wide, inverse), mask=mask)
-        tl.store(factor_ptr + program, factor)
+        tl.store(at, codes, mask=mask)
     else:
         tl.store(out_ptr + program * WIDTH + column, out, mask=mask)
 
@@ -138,6 +145,7 @@ def _launch(
     eps: float,
     is_eager: bool,
     delta_BRD: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> None:
     """Run the row kernel; `parts` are gate, shift, scale, `outputs` are h, rows, factors."""
     batch_size, rows, width = x_BRD.shape
@@ -148,16 +156,13 @@ def _launch(
         x_BRD, branch, branch if delta_BRD is None else delta_BRD, weight_D, gate, shift, scale,
         *outputs, rows, rows // shift.shape[1],
         x_BRD.stride(0), x_BRD.stride(1), branch.stride(0), branch.stride(1),
-        batch_stride(gate), gate.stride(1), batch_stride(shift), shift.stride(1), eps,
+        batch_stride(gate), gate.stride(1), batch_stride(shift), shift.stride(1),
+        outputs[2].stride(-1), eps,
         WIDTH=width, BLOCK=block, HAS_BRANCH=branch_BRD is not None,
         HAS_DELTA=delta_BRD is not None, FP8=outputs[1].dtype == torch.float8_e4m3fn,
-        EAGER=is_eager, RUN=_ACCESS_BYTES // x_BRD.element_size(),
+        IN_BLOCKS=in_blocks, EAGER=is_eager, RUN=_ACCESS_BYTES // x_BRD.element_size(),
         num_warps=warps_for(block), **AS_WRITTEN,
     )  # fmt: skip
-
-
-def _codes(x_BRD: Tensor) -> Tensor:
-    return torch.empty(x_BRD.shape, device=x_BRD.device, dtype=torch.float8_e4m3fn)
 
 
 def norm_modulate(
@@ -171,12 +176,13 @@ def norm_modulate(
 
 
 def norm_modulate_fp8(
-    x_BRD: Tensor, weight_D: Tensor, modulation: Tensor, eps: float, is_eager: bool
+    x_BRD: Tensor, weight_D: Tensor, modulation: Tensor, eps: float, is_eager: bool, in_blocks: bool
 ) -> tuple[Tensor, Tensor]:
     """Launch for checked arguments."""
     shift, scale = modulation[:, :, SHIFT_A], modulation[:, :, SCALE_A]
-    codes, factor = _codes(x_BRD), new_row_scale(x_BRD)
-    _launch(x_BRD, None, weight_D, (shift, shift, scale), (x_BRD, codes, factor), eps, is_eager)
+    codes, factor = new_quantized(x_BRD, x_BRD.shape, in_blocks)
+    parts, outputs = (shift, shift, scale), (x_BRD, codes, factor)
+    _launch(x_BRD, None, weight_D, parts, outputs, eps, is_eager, in_blocks=in_blocks)
     return codes, factor
 
 
@@ -212,11 +218,13 @@ def add_norm_modulate_fp8(
     eps: float,
     is_eager: bool,
     following: Tensor | None,
+    in_blocks: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch for checked arguments."""
-    h, codes, factor = x_BRD.new_empty(x_BRD.shape), _codes(x_BRD), new_row_scale(x_BRD)
+    h = x_BRD.new_empty(x_BRD.shape)
+    codes, factor = new_quantized(x_BRD, x_BRD.shape, in_blocks)
     parts, outputs = _between(modulation, following), (h, codes, factor)
-    _launch(x_BRD, branch_BRD, weight_D, parts, outputs, eps, is_eager)
+    _launch(x_BRD, branch_BRD, weight_D, parts, outputs, eps, is_eager, in_blocks=in_blocks)
     return h, codes, factor
 
 

@@ -40,6 +40,12 @@ class Case:
     inner: int
     is_full: bool = False
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether all rows are whole blocks of channels."""
+        widths = (self.hidden, self.heads * self.width, self.inner)
+        return not any(width % reference.FP8_BLOCK for width in widths)
+
     def at(self, rounding: Rounding) -> Case:
         """Return the case with another rounding."""
         return dataclasses.replace(self, name=f"{self.name}-{rounding}", rounding=rounding)
@@ -320,19 +326,28 @@ def quantize_inputs(case: Case, device: torch.device) -> dict[str, Any]:
     return {"x": x}
 
 
-def fp8_linear_inputs(case: Case, device: torch.device) -> dict[str, Any]:
+def fp8_linear_inputs(
+    case: Case, device: torch.device, *, in_blocks: bool = False
+) -> dict[str, Any]:
     """Arguments of `fp8_linear`."""
     source = Source(case, device)
-    codes, scale = reference.quantize_rows(source.rows(case.hidden))
+    codes, scale = reference.quantize_rows(source.rows(case.hidden), in_blocks)
     weight = source.normal(case.inner, case.hidden) * case.hidden**-0.5
-    weight_codes, weight_scale = reference.quantize_rows(weight)
+    weight_codes, weight_scale = reference.quantize_weight(weight, in_blocks)
     return {
         "codes": codes,
         "scale": scale,
         "weight_NK": weight_codes,
-        "weight_scale_N": weight_scale[:, 0].contiguous(),
+        "weight_scale": weight_scale,
         "dtype": case.dtype,
     }
+
+
+def in_blocks(
+    inputs: Callable[[Case, torch.device], dict[str, Any]],
+) -> Callable[[Case, torch.device], dict[str, Any]]:
+    """Arguments of an operator that quantises in blocks."""
+    return lambda case, device: inputs(case, device) | {"in_blocks": True}
 
 
 def with_deltas(

@@ -7,15 +7,22 @@ back. Kernels read strides; only the last axis has to be dense.
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError, UnsupportedError
+from engine.kernels.reference import FP8_BLOCK
 
 ROUNDINGS = ("eager", "fast")
+FP8_ROW_MULTIPLE = 4
+"""Rows that products of blocks ask for; those past the last one may hold anything."""
 _DTYPES = (torch.float32, torch.bfloat16)
+_SCALE_ROWS = 256
+"""Rows whose factors products by row may read, past the last one too."""
 
 
 def kernels_run_on(x: Tensor) -> bool:
@@ -113,11 +120,37 @@ def batch_stride(tensor: Tensor) -> int:
     return 0 if tensor.shape[0] == 1 else tensor.stride(0)
 
 
-def new_row_scale(x: Tensor) -> Tensor:
-    """Return room for one fp32 factor a row, [..., 1].
+def require_blocks(op: str, width: int) -> None:
+    """Raises: ConfigError for rows that are no whole blocks of channels."""
+    if width % FP8_BLOCK:
+        raise ConfigError(f"{op}: {width} channels in blocks; allowed: multiples of {FP8_BLOCK}")
 
-    Its storage is that of a multiple of 256 rows, because products by row may read past the end.
+
+def rows_in_blocks(rows: int) -> int:
+    """Rows of a product of blocks that has room for so many."""
+    return -(-rows // FP8_ROW_MULTIPLE) * FP8_ROW_MULTIPLE
+
+
+def new_quantized(
+    like: Tensor, shape: Sequence[int], in_blocks: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return room for e4m3 codes of a shape, and for their fp32 factors.
+
+    One factor a row [..., 1], or one a block [..., K / 128]: as a product of blocks reads them, the
+    rows of all samples are then neighbours. Both have the storage of some rows more, which such
+    products ask for; a product by row may read factors past the end.
+
+    Args:
+        like: says where.
+        shape: of the codes, [..., K].
+        in_blocks: the form of the factors.
     """
-    rows = x.shape[:-1].numel()
-    padded = x.new_empty(-(-rows // 256) * 256, dtype=torch.float32)
-    return padded[:rows].view(*x.shape[:-1], 1)
+    *lead, width = shape
+    rows = math.prod(lead)
+    room = rows_in_blocks(rows)
+    codes = like.new_empty((room, width), dtype=torch.float8_e4m3fn)[:rows].view(shape)
+    if in_blocks:
+        padded = like.new_empty((width // FP8_BLOCK, room), dtype=torch.float32)
+        return codes, padded.t()[:rows].unflatten(0, lead)
+    padded = like.new_empty(-(-rows // _SCALE_ROWS) * _SCALE_ROWS, dtype=torch.float32)
+    return codes, padded[:rows].view(*lead, 1)

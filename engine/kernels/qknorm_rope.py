@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError, UnsupportedError
 from engine.kernels import contract
+from engine.kernels.reference import FP8_BLOCK
 
 
 def check_head(op: str, width: int, start: int) -> None:
@@ -191,16 +192,29 @@ def _(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
 
 
 @torch.library.custom_op("worldstream::turn_output_fp8", mutates_args=())
-def turn_output_fp8(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Return codes [B, R, N*K] and factors [B, R, 1]. Raises: ConfigError, UnsupportedError."""
+def turn_output_fp8(
+    o_BRNK: Tensor, matrix_BG44: Tensor, start: int, in_blocks: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return codes [B, R, N*K] and factors [B, R, 1], in blocks [B, R, N*K / 128].
+
+    Raises: ConfigError, UnsupportedError.
+    """
     from engine.kernels import qknorm_rope_triton
 
-    _check_turn("turn_output_fp8", o_BRNK, matrix_BG44, start)
-    return qknorm_rope_triton.turn_output_fp8(o_BRNK, matrix_BG44, start)
+    op, width = "turn_output_fp8", o_BRNK.shape[3]
+    _check_turn(op, o_BRNK, matrix_BG44, start)
+    if in_blocks:
+        contract.require_blocks(op, o_BRNK.shape[2] * width)
+        if FP8_BLOCK % width:
+            raise UnsupportedError(
+                f"{op}: heads of {width} channels in blocks; allowed: divisors of {FP8_BLOCK}"
+            )
+    return qknorm_rope_triton.turn_output_fp8(o_BRNK, matrix_BG44, start, in_blocks)
 
 
 @turn_output_fp8.register_fake
-def _(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def _(
+    o_BRNK: Tensor, matrix_BG44: Tensor, start: int, in_blocks: bool = False
+) -> tuple[Tensor, Tensor]:
     shape = (*o_BRNK.shape[:2], o_BRNK.shape[2] * o_BRNK.shape[3])
-    codes = o_BRNK.new_empty(shape, dtype=torch.float8_e4m3fn)
-    return codes, contract.new_row_scale(codes)
+    return contract.new_quantized(o_BRNK, shape, in_blocks)

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.contract import batch_stride, new_row_scale
+from engine.kernels.contract import batch_stride, new_quantized
+from engine.kernels.reference import FP8_BLOCK
 from engine.kernels.rows_triton import (
     AS_WRITTEN,
     codes_of,
@@ -210,9 +211,9 @@ def _rotate_kernel(
 @triton.jit
 def _turn_kernel(
     o_ptr, matrix_ptr, out_ptr, factor_ptr, rows, camera_rows, o_batch, o_row, o_head,
-    matrix_batch, matrix_run,
+    matrix_batch, matrix_run, factor_step,
     HEAD_COUNT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, START: tl.constexpr,
-    START_PAD: tl.constexpr, REST_PAD: tl.constexpr, FP8: tl.constexpr,
+    START_PAD: tl.constexpr, REST_PAD: tl.constexpr, FP8: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     batch, row = program // rows, program % rows
@@ -230,9 +231,20 @@ def _turn_kernel(
     turned = _turned(other, _matrix(matrix), HEADS, REST_PAD).to(kind)
     if FP8:
         turned = turned.to(tl.float32)
-        amax = tl.maximum(tl.max(tl.abs(kept)), tl.max(tl.abs(turned)))
-        factor, inverse = row_factors(amax)
-        tl.store(factor_ptr + program, factor)
+        if BLOCK_HEADS:  # a block of channels has some whole heads
+            amax = tl.maximum(tl.max(tl.abs(kept), axis=1), tl.max(tl.abs(turned), axis=1))
+            shared = tl.max(tl.reshape(amax, (HEADS // BLOCK_HEADS, BLOCK_HEADS)), axis=1)
+            factor, inverse = row_factors(shared)
+            block = tl.program_id(1) * (HEADS // BLOCK_HEADS)
+            block += tl.arange(0, HEADS // BLOCK_HEADS)
+            at = factor_ptr + program + block * factor_step
+            tl.store(at, factor, mask=block < HEAD_COUNT // BLOCK_HEADS)
+            inverse = tl.broadcast_to(inverse[:, None], (HEADS // BLOCK_HEADS, BLOCK_HEADS))
+            inverse = tl.reshape(inverse, (HEADS, 1))
+        else:
+            amax = tl.maximum(tl.max(tl.abs(kept)), tl.max(tl.abs(turned)))
+            factor, inverse = row_factors(amax)
+            tl.store(factor_ptr + program, factor)
         tl.store(target + lead, codes_of(kept, inverse), mask=lead_mask)
         tl.store(target + START + rest, codes_of(turned, inverse), mask=rest_mask)
     else:
@@ -299,16 +311,17 @@ def rotate(
 
 
 def _turn(
-    o_BRNK: Tensor, matrix_BG44: Tensor, start: int, out: Tensor, factor: Tensor, tile: int
-) -> None:
+    o_BRNK: Tensor, matrix_BG44: Tensor, start: int, out: Tensor, factor: Tensor, tile: int,
+    block_heads: int = 0,
+) -> None:  # fmt: skip
     batch_size, rows, heads, width = o_BRNK.shape
     rest, lead = triton.next_power_of_2(width - start), triton.next_power_of_2(start)
     _turn_kernel[(batch_size * rows, triton.cdiv(heads, tile))](
         o_BRNK, matrix_BG44, out, factor, rows, rows // matrix_BG44.shape[1],
         *o_BRNK.stride()[:3], batch_stride(matrix_BG44), matrix_BG44.stride(1),
-        HEAD_COUNT=heads, HEADS=tile, WIDTH=width, START=start, START_PAD=lead, REST_PAD=rest,
-        FP8=out.dtype == torch.float8_e4m3fn, num_warps=warps_for(tile * (lead + rest)),
-        **AS_WRITTEN,
+        factor.stride(-1), HEAD_COUNT=heads, HEADS=tile, WIDTH=width, START=start, START_PAD=lead,
+        REST_PAD=rest, FP8=out.dtype == torch.float8_e4m3fn, BLOCK_HEADS=block_heads,
+        num_warps=warps_for(tile * (lead + rest)), **AS_WRITTEN,
     )  # fmt: skip
 
 
@@ -321,10 +334,15 @@ def turn_output(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
     return out
 
 
-def turn_output_fp8(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Launch for checked arguments; a program holds all heads of a row."""
+def turn_output_fp8(
+    o_BRNK: Tensor, matrix_BG44: Tensor, start: int, in_blocks: bool
+) -> tuple[Tensor, Tensor]:
+    """Launch for checked arguments; a program holds all heads of a row, or some whole blocks."""
     batch_size, rows, heads, width = o_BRNK.shape
-    codes = o_BRNK.new_empty((batch_size, rows, heads * width), dtype=torch.float8_e4m3fn)
-    factor = new_row_scale(codes)
-    _turn(o_BRNK, matrix_BG44, start, codes, factor, triton.next_power_of_2(heads))
+    codes, factor = new_quantized(o_BRNK, (batch_size, rows, heads * width), in_blocks)
+    tile, block_heads = triton.next_power_of_2(heads), 0
+    if in_blocks:
+        block_heads = FP8_BLOCK // width
+        tile = min(max(_HEADS, block_heads), tile)
+    _turn(o_BRNK, matrix_BG44, start, codes, factor, tile, block_heads)
     return codes, factor

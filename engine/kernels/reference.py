@@ -32,23 +32,77 @@ FP8_MAX = 448.0
 """Largest finite e4m3 value."""
 FP8_AMAX_FLOOR = 1e-12
 """Keeps the factor of a row of zeros finite."""
+FP8_BLOCK = 128
+"""Input channels, and of a weight output channels too, that share a factor in blocks."""
+FP8_FACTOR_MULTIPLE = 4
+"""Of the factors of a weight along its input channels; what is past the last one counts nothing."""
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 codes [..., K] and fp32 factors [..., 1], amax of the row / 448."""
-    amax = x.float().abs().amax(-1, keepdim=True).clamp_min(FP8_AMAX_FLOOR)
+def quantize_rows(x: Tensor, in_blocks: bool = False) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes [..., K] and fp32 factors, amax / 448.
+
+    One factor a row [..., 1], or one for each block of its channels [..., K / 128].
+    """
+    parts = x.float().unflatten(-1, (-1, FP8_BLOCK if in_blocks else x.shape[-1]))
+    codes, factor = _quantized(parts, parts.abs().amax(-1, keepdim=True))
+    return codes.flatten(-2), factor[..., 0]
+
+
+def quantize_weight(weight_NK: Tensor, in_blocks: bool = False) -> tuple[Tensor, Tensor]:
+    """Return e4m3 codes [N, K] and fp32 factors.
+
+    One factor an output channel [N], or one for each block of 128 by 128 channels [N / 128, K / 128
+    and up to 3 more of zero].
+    """
+    if not in_blocks:
+        codes, factor = quantize_rows(weight_NK)
+        return codes, factor[:, 0].contiguous()
+    parts = weight_NK.float().unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    codes, factor = _quantized(parts, parts.abs().amax((1, 3), keepdim=True))
+    _, room = weight_scale_shape(weight_NK.shape[0], weight_NK.shape[1], in_blocks)
+    return codes.flatten(2).flatten(0, 1), F.pad(factor[:, 0, :, 0], (0, room - factor.shape[2]))
+
+
+def weight_scale_shape(channels: int, width: int, in_blocks: bool) -> tuple[int, ...]:
+    """Shape of the factors of a weight [N, K]."""
+    if not in_blocks:
+        return (channels,)
+    factors = -(-width // (FP8_BLOCK * FP8_FACTOR_MULTIPLE)) * FP8_FACTOR_MULTIPLE
+    return channels // FP8_BLOCK, factors
+
+
+def _quantized(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    amax = amax.clamp_min(FP8_AMAX_FLOOR)
     inverse = amax.reciprocal() * FP8_MAX
-    codes = (x.float() * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    codes = (x * inverse).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes, amax * (1.0 / FP8_MAX)
 
 
+def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return what the codes of rows stand for, in fp32 or the wider dtype of the factors."""
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    parts = codes.to(wide).unflatten(-1, (scale.shape[-1], -1))
+    return (parts * scale[..., None]).flatten(-2)
+
+
+def dequantize_weight(codes_NK: Tensor, scale: Tensor) -> Tensor:
+    """Return what the codes of a weight stand for, in fp32 or the wider dtype of the factors."""
+    if scale.ndim == 1:
+        return dequantize_rows(codes_NK, scale[:, None])
+    used = scale[:, : codes_NK.shape[1] // FP8_BLOCK]
+    return dequantize_rows(codes_NK, used.repeat_interleave(FP8_BLOCK, dim=0))
+
+
 def fp8_linear(
-    codes: Tensor, scale: Tensor, weight_NK: Tensor, weight_scale_N: Tensor, dtype: torch.dtype
+    codes: Tensor, scale: Tensor, weight_NK: Tensor, weight_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return (codes * scale) (weight * weight_scale)^T, summed in fp32 and rounded once."""
+    if weight_scale.ndim == 2:
+        rows, weight = dequantize_rows(codes, scale), dequantize_weight(weight_NK, weight_scale)
+        return (rows @ weight.mT).to(dtype)
     wide = torch.promote_types(scale.dtype, torch.float32)
     product = codes.to(wide) @ weight_NK.to(wide).mT
-    return (product * scale * weight_scale_N).to(dtype)
+    return (product * scale * weight_scale).to(dtype)
 
 
 def norm_modulate(
@@ -60,10 +114,15 @@ def norm_modulate(
 
 
 def norm_modulate_fp8(
-    x_BRD: Tensor, weight_D: Tensor, modulation_BMPD: Tensor, eps: float, rounding: Rounding
+    x_BRD: Tensor,
+    weight_D: Tensor,
+    modulation_BMPD: Tensor,
+    eps: float,
+    rounding: Rounding,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return `norm_modulate` of the same arguments, quantised."""
-    return quantize_rows(norm_modulate(x_BRD, weight_D, modulation_BMPD, eps, rounding))
+    return quantize_rows(norm_modulate(x_BRD, weight_D, modulation_BMPD, eps, rounding), in_blocks)
 
 
 def add_norm_modulate(
@@ -99,12 +158,13 @@ def add_norm_modulate_fp8(
     eps: float,
     rounding: Rounding,
     following_BMPD: Tensor | None = None,
+    in_blocks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `add_norm_modulate` of the same arguments, the second part quantised."""
     h_BRD, out_BRD = add_norm_modulate(
         x_BRD, branch_BRD, weight_D, modulation_BM6D, eps, rounding, None, following_BMPD
     )
-    return h_BRD, *quantize_rows(out_BRD)
+    return h_BRD, *quantize_rows(out_BRD, in_blocks)
 
 
 def add_gated(
@@ -206,9 +266,11 @@ def turn_output(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:
     return apply_prope(o_BRNK, matrix_BG44, start).flatten(-2)
 
 
-def turn_output_fp8(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def turn_output_fp8(
+    o_BRNK: Tensor, matrix_BG44: Tensor, start: int, in_blocks: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return `turn_output` of the same arguments, quantised."""
-    return quantize_rows(turn_output(o_BRNK, matrix_BG44, start))
+    return quantize_rows(turn_output(o_BRNK, matrix_BG44, start), in_blocks)
 
 
 def absorb(o_BRNK: Tensor, lse_BNR: Tensor, q_BRNK: Tensor, k_BSNK: Tensor, v_BSNK: Tensor) -> None:
@@ -233,9 +295,9 @@ def swiglu(z_BRF: Tensor, rounding: Rounding, delta_BRF: Tensor | None = None) -
     return (value * F.silu(gate)).to(z_BRF.dtype)
 
 
-def swiglu_fp8(z_BRF: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+def swiglu_fp8(z_BRF: Tensor, rounding: Rounding, in_blocks: bool = False) -> tuple[Tensor, Tensor]:
     """Return `swiglu` of the same arguments, quantised."""
-    return quantize_rows(swiglu(z_BRF, rounding))
+    return quantize_rows(swiglu(z_BRF, rounding), in_blocks)
 
 
 def _summed(x: Tensor, delta: Tensor | None) -> Tensor:

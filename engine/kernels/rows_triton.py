@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.reference import FP8_AMAX_FLOOR, FP8_MAX
+from engine.kernels.reference import FP8_AMAX_FLOOR, FP8_BLOCK, FP8_MAX
 
 AS_WRITTEN = {"enable_fp_fusion": False}
 """Launch option: a product that is added is rounded first, as in eager code; otherwise the kernels
@@ -20,6 +20,7 @@ for memory."""
 
 _FP8_MAX, _FP8_AMAX_FLOOR = tl.constexpr(FP8_MAX), tl.constexpr(FP8_AMAX_FLOOR)
 _FP8_STEP = tl.constexpr(1.0 / FP8_MAX)
+_FP8_BLOCK = tl.constexpr(FP8_BLOCK)
 
 
 @triton.jit
@@ -68,6 +69,21 @@ def codes_of(x, inverse):
     """Return e4m3 codes."""
     scaled = tl.minimum(tl.maximum(x * inverse, -_FP8_MAX), _FP8_MAX)
     return scaled.to(tl.float8e4nv)
+
+
+@triton.jit
+def block_codes(
+    x, factor_at_, first, factor_step, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Return e4m3 codes of a run of whole blocks of a row, and store their factors.
+
+    The run begins at channel `first`; what is past the row is zero.
+    """
+    parts = tl.reshape(x, (SIZE // _FP8_BLOCK, _FP8_BLOCK))
+    factor, inverse = row_factors(tl.max(tl.abs(parts), axis=1))
+    block = first // _FP8_BLOCK + tl.arange(0, SIZE // _FP8_BLOCK)
+    tl.store(factor_at_ + block * factor_step, factor, mask=block < WIDTH // _FP8_BLOCK)
+    return tl.reshape(codes_of(parts, inverse[:, None]), (SIZE,))
 
 
 def warps_for(block: int) -> int:

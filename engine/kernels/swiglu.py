@@ -3,7 +3,7 @@
 Rows [B, R, 2F] in fp32 or bf16, any strides but a dense last axis; output [B, R, F], contiguous.
 The middle is fp32; with rounding "eager" silu(gate) is rounded to the dtype of the rows first, as
 plain code does. A `delta`, contiguous, is added to the rows first, and that sum is rounded.
-`swiglu_fp8` returns e4m3 codes and one factor a row.
+`swiglu_fp8` returns e4m3 codes and one factor a row, or one for each 128 channels of it.
 Owns the operators; `swiglu_triton` has the kernels.
 """
 
@@ -46,15 +46,19 @@ def _(z_BRF: Tensor, rounding: str, delta_BRF: Tensor | None = None) -> Tensor:
 
 
 @torch.library.custom_op("worldstream::swiglu_fp8", mutates_args=())
-def swiglu_fp8(z_BRF: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
-    """Return codes [B, R, F] and factors [B, R, 1]. Raises: ConfigError, UnsupportedError."""
+def swiglu_fp8(z_BRF: Tensor, rounding: str, in_blocks: bool = False) -> tuple[Tensor, Tensor]:
+    """Return codes [B, R, F] and factors [B, R, 1], in blocks [B, R, F / 128].
+
+    Raises: ConfigError, UnsupportedError.
+    """
     from engine.kernels import swiglu_triton
 
     _check("swiglu_fp8", z_BRF, rounding)
-    return swiglu_triton.swiglu_fp8(z_BRF, rounding == "eager")
+    if in_blocks:
+        contract.require_blocks("swiglu_fp8", z_BRF.shape[-1] // 2)
+    return swiglu_triton.swiglu_fp8(z_BRF, rounding == "eager", in_blocks)
 
 
 @swiglu_fp8.register_fake
-def _(z_BRF: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
-    codes = z_BRF.new_empty(_half(z_BRF), dtype=torch.float8_e4m3fn)
-    return codes, contract.new_row_scale(codes)
+def _(z_BRF: Tensor, rounding: str, in_blocks: bool = False) -> tuple[Tensor, Tensor]:
+    return contract.new_quantized(z_BRF, _half(z_BRF), in_blocks)

@@ -29,8 +29,9 @@ from engine.core import RolloutCore
 from engine.linears import check_linears
 from engine.model.dit import MiniMaxH3Transformer
 from engine.prefix import PrefixDraws, PrefixInputs, make_prefix
-from engine.quant import quantize_, scheme_of
+from engine.quant import quantize_
 from engine.rollout import SeededDraws
+from engine.schemes import scheme_of
 from engine.text import WordEncoder
 from vae_stream.geometry import BLOCK_LATENTS
 from vae_stream.pixels import from_uint8, to_uint8

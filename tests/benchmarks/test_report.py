@@ -158,7 +158,9 @@ def test_products_show_the_least_and_the_median_of_their_kind(tmp_path: Path) ->
     path = tmp_path / "sqnr.jsonl"
     path.write_text(json.dumps(record) + "\n")
     text = report.card_section(_quality(tmp_path / "figures.json"), tmp_path / "missing", path)
-    assert "| `mini` 256x160, shipped weights |  |  | 28.0 / 29.0 |  | abc1234 |" in text
+    assert (
+        "| `mini` 256x160, shipped weights, fp8_rowwise |  |  | 28.0 / 29.0 |  | abc1234 |" in text
+    )
 
 
 def test_without_records_there_is_no_figure(tmp_path: Path) -> None:

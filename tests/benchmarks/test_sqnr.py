@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,13 @@ def test_a_layer_that_is_watched_shows_what_eight_bits_would_make_of_its_rows(sc
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     linear = model.block(1).ff.net[2]
     handle = linear.register_forward_hook(lambda _, x, y: seen.append((x[0], y)))
-    with watched(model, scheme) as powers:
+    with watched(model, [scheme]) as found:
         engine.step(rollout, random_action(0))
     watched_count = len(seen)
     engine.step(rollout, random_action(1))
     handle.remove()
 
+    powers = found[scheme]
     assert list(powers) == [(1, "down")]
     signal, error = powers[1, "down"].tolist()
     codes, scale = quantize_rows(linear.state_dict()["weight"])
@@ -66,11 +68,29 @@ def test_the_command_tells_and_keeps_a_layer_a_number(
     assert "least" in err
 
 
+def test_schemes_are_compared_on_one_walk(
+    tmp_path: Path, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, path = tmp_path / "other.json", tmp_path / "sqnr.jsonl"
+    other.write_text(json.dumps([{"format": "fp8_rowwise", "blocks": [1, 2]}]))
+    arguments = ["--preset", "tiny", "--device", "cpu", "--dtype", "float32", "--record", str(path)]
+
+    assert main([*arguments, "--linear", f"{scheme},{other}"]) == 0
+
+    out, err = capsys.readouterr()
+    first, second = map(json.loads, out.splitlines())
+    assert [first, second] == list(map(json.loads, path.read_text().splitlines()))
+    assert (first["linear"], second["linear"]) == (scheme, str(other))
+    assert second["layers"]["blocks.1.down"] == first["layers"]["blocks.1.down"]
+    assert re.search(rf"^gain +- +- +- +\+0\.00  dB, {other} over {scheme}$", err, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--linear", "bf16"], "a scheme that names linears of theirs"),
         (["--preset", "tiny"], "allowed for tiny with its 3 blocks"),
+        (["--linear", "fp8_block,fp4"], "fp4: [Errno 2]"),
         (["--chunks", "0"], "chunks: 0; allowed: 1 to 100"),
         (["--geometry", "10x"], "geometry: '10x'"),
     ],

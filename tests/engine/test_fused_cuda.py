@@ -10,9 +10,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kernels.reference import quantize_rows
 from engine.quant import Fp8Linear
-from tests.tiny import random_action, random_anchor, tiny_config
+from engine.schemes import Fp8Block, Fp8Rowwise, Rule
+from tests.tiny import block_config, random_action, random_anchor
 from tests.tolerances import FUSED_ROLLOUT_RATIO
 
 pytestmark = [
@@ -26,7 +26,7 @@ CHUNKS = 9
 
 
 def _roll(**changes: object) -> torch.Tensor:
-    config = tiny_config()
+    config = block_config()
     plain = {"device": "cuda", "dtype": "bfloat16", "compile": "off", "graphs": False}
     engine = Engine.from_random(config, EngineConfig(**plain | {"attention": "sdpa"} | changes))
     rollout = engine.new_rollout("snow", anchor_BCTHW=random_anchor(config))
@@ -45,10 +45,14 @@ def exact() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def eight_bits(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("schemes") / "all.json"
-    path.write_text(json.dumps([{"format": "fp8_rowwise", "blocks": [0, 2]}]))
-    return str(path)
+def schemes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("schemes")
+    names = {"bf16": "bf16"}
+    for form in ("fp8_rowwise", "fp8_block"):
+        path = folder / f"{form}.json"
+        path.write_text(json.dumps([{"format": form, "blocks": [0, 2]}]))
+        names[form] = str(path)
+    return names
 
 
 FORMS = {
@@ -60,27 +64,27 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", ["eager", "fast"])
-@pytest.mark.parametrize("bits", [16, 8])
-def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(exact, eight_bits, bits, kernels, form):
-    linear = {"linear": eight_bits if bits == 8 else "bf16"}
+@pytest.mark.parametrize("linears", ["bf16", "fp8_rowwise", "fp8_block"])
+def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(exact, schemes, linears, kernels, form):
+    linear = {"linear": schemes[linears]}
     plain_error = (_roll(**linear) - exact).norm()
     made = _roll(kernels=kernels, **linear, **FORMS[form])
     assert plain_error > 0
     assert (made - exact).norm() <= FUSED_ROLLOUT_RATIO * plain_error
 
 
-def test_graphs_replay_fused_passes_bit_for_bit(eight_bits):
-    changes = {"kernels": "fast", "linear": eight_bits}
+@pytest.mark.parametrize("linears", ["fp8_rowwise", "fp8_block"])
+def test_graphs_replay_fused_passes_bit_for_bit(schemes, linears):
+    changes = {"kernels": "fast", "linear": schemes[linears]}
     assert torch.equal(_roll(**changes, **FORMS["compiled"]), _roll(**changes, **FORMS["graphs"]))
 
 
 @torch.no_grad()
-def test_products_on_a_side_stream_and_from_a_graph_are_the_same_bits():
+@pytest.mark.parametrize("rule", [Fp8Rowwise(), Fp8Block()], ids=["rows", "blocks"])
+def test_products_on_a_side_stream_and_from_a_graph_are_the_same_bits(rule: Rule):
     # Row-wise products of some builds ran on the default stream whatever the current one was.
-    weight = torch.randn(256, 96, device="cuda")
-    codes, scale = quantize_rows(weight)
-    linear = Fp8Linear(codes, scale[:, 0].contiguous())
-    x = torch.randn(1, 1950, 96, device="cuda", dtype=torch.bfloat16)
+    linear = Fp8Linear.of(torch.randn(256, 384, device="cuda"), rule)
+    x = torch.randn(1, 1950, 384, device="cuda", dtype=torch.bfloat16)
     expected = linear(x)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -12,7 +12,8 @@ from engine.core import CoreOptions, RolloutCore
 from engine.errors import ConfigError, UnsupportedError
 from engine.fused_ops import fused_block_ops
 from engine.model.packed_linear import can_pack, pack_blocks
-from engine.quant import Fp8Rowwise, quantize_
+from engine.quant import quantize_
+from engine.schemes import Fp8Rowwise
 from tests.engine.kernels.test_ops import run_interpreted
 from tests.tiny import tiny_config, unpacked_model
 from tests.tolerances import FP32_ROLLOUT_ATOL, FUSED_ROLLOUT_RATIO
@@ -25,28 +26,28 @@ import json, torch
 from engine.config import Geometry, SamplerConfig
 from engine.core import RolloutCore
 from engine.fused_ops import fused_block_ops
-from engine.quant import Fp8Rowwise, quantize_
+from engine.quant import quantize_
+from engine.schemes import Fp8Block, Fp8Rowwise
 from tests.engine.kernels.interpreter import mend_interpreter
 from tests.tiny import chunk_noise, narrow_config, random_prefix, unpacked_model, walk_views
 import dataclasses
 
 mend_interpreter()
-config = dataclasses.replace(
+narrow = dataclasses.replace(
     narrow_config(), num_layers=2, num_attention_heads=2, hidden_size=32, ffn_dim=48,
     window_chunks=3, sampler=SamplerConfig(steps=1), geometry=Geometry(height_px=32, width_px=32),
 )
-inputs, views, chunks = random_prefix(config), walk_views(config, 5), 5
+config, chunks = narrow, 5
 
-def model(dtype, eight_bits=False):
+def model(dtype, scheme=()):
     made = unpacked_model(config)
     made.cast_blocks(dtype)
-    if eight_bits:
-        quantize_(made, (Fp8Rowwise(blocks=(0, 1)),))
+    quantize_(made, scheme)
     return made
 
 def roll(model, block_ops=None):
     core = RolloutCore(model, block_ops=block_ops)
-    state, made = core.begin(inputs), []
+    state, made, views = core.begin(random_prefix(config)), [], walk_views(config, 5)
     for chunk in range(chunks):
         noise = chunk_noise(config, chunk)
         latents = core.denoise(state, noise[0], noise[1:], views[:, 5 * chunk : 5 * chunk + 5])
@@ -60,9 +61,16 @@ def fused(model, rounding):
 bf16 = torch.bfloat16
 exact = roll(model(torch.float32))
 figures = {"fp32_gap": (fused(model(torch.float32), "eager") - exact).abs().max()}
-for name, eight_bits in (("bf16", False), ("fp8", True)):
-    figures[name] = (roll(model(bf16, eight_bits)) - exact).norm()
-    figures[f"{name}_fused"] = (fused(model(bf16, eight_bits), "fast") - exact).norm()
+def compare(name, scheme):
+    figures[name] = (roll(model(bf16, scheme)) - exact).norm()
+    figures[f"{name}_fused"] = (fused(model(bf16, scheme), "fast") - exact).norm()
+
+compare("bf16", ())
+compare("fp8", (Fp8Rowwise(blocks=(0, 1)),))
+# Linears that are whole blocks.
+config, chunks = dataclasses.replace(narrow, hidden_size=128, ffn_dim=128), 2
+exact = roll(model(torch.float32))
+compare("fp8_block", (Fp8Block(blocks=(0, 1)),))
 print(json.dumps({name: figure.item() for name, figure in figures.items()}))
 """
 
@@ -76,7 +84,7 @@ def test_fp32_rollouts_agree(figures):
     assert figures["fp32_gap"] <= FP32_ROLLOUT_ATOL
 
 
-@pytest.mark.parametrize("linears", ["bf16", "fp8"])
+@pytest.mark.parametrize("linears", ["bf16", "fp8", "fp8_block"])
 def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(figures, linears):
     assert figures[linears] > 0
     assert figures[f"{linears}_fused"] <= FUSED_ROLLOUT_RATIO * figures[linears]
@@ -88,18 +96,19 @@ from engine.attention.placement import Placement, PlacementOps
 from engine.block_ops import Slot
 from engine.fused_ops import fused_block_ops
 from engine.model.prope import projective
-from engine.quant import Fp8Rowwise, quantize_
+from engine.quant import quantize_
+from engine.schemes import Fp8Block, Fp8Rowwise
 from tests.tiny import narrow_config, unpacked_model, walk_views
 import dataclasses
 
-config = dataclasses.replace(narrow_config(), hidden_size=32, ffn_dim=48)
+config = dataclasses.replace(narrow_config(), hidden_size=128, ffn_dim=128)
 camera = projective(walk_views(config, 1), torch.float32)
 angles = torch.randn(10, 96)
 placement = Placement(
     cos_RK=angles.cos(), sin_RK=angles.sin(), camera=camera, ops=PlacementOps()
 )
-x, modulation = torch.randn(1, 10, 32), torch.randn(1, 1, 6, 32)
-for rule in ((), (Fp8Rowwise(blocks=(0, 0)),)):
+x, modulation = torch.randn(1, 10, 128), torch.randn(1, 1, 6, 128)
+for rule in ((), (Fp8Rowwise(blocks=(0, 0)),), (Fp8Block(blocks=(0, 0)),)):
     model = unpacked_model(config)
     quantize_(model, rule)
     ops = fused_block_ops(model, "eager")
@@ -184,5 +193,12 @@ def test_rows_of_one_kind_are_joined():
     codes, scale = torch.randn(1, 3, 8).to(torch.float8_e4m3fn), torch.rand(1, 3, 1)
     parts = [Fp8Rows(codes[:, :1], scale[:, :1]), Fp8Rows(codes[:, 1:], scale[:, 1:])]
     joined = join_rows(parts)
+    assert torch.equal(joined.codes.float(), codes.float())
+    assert torch.equal(joined.scale, scale)
+
+
+def test_rows_in_blocks_are_joined_by_their_factors():
+    codes, scale = torch.randn(1, 3, 256).to(torch.float8_e4m3fn), torch.rand(1, 3, 2)
+    joined = join_rows([Fp8Rows(codes[:, :1], scale[:, :1]), Fp8Rows(codes[:, 1:], scale[:, 1:])])
     assert torch.equal(joined.codes.float(), codes.float())
     assert torch.equal(joined.scale, scale)

@@ -28,7 +28,7 @@ from engine.text import WordEncoder
 from tests.adapters import adapted_names, peft_keys, random_factors, write_adapter
 from tests.engine.kernels.test_ops import run_interpreted
 from tests.released import fp8_scaled, original_state, released_state, write_single
-from tests.tiny import random_action, random_anchor, tiny_config, unpacked_model
+from tests.tiny import block_config, random_action, random_anchor, tiny_config, unpacked_model
 from tests.tolerances import FP32_ROLLOUT_ATOL
 
 pytestmark = pytest.mark.cpu
@@ -284,7 +284,7 @@ def test_eight_bits_are_made_of_the_fp32_sum(folder, file, scheme, cache) -> Non
     weight = unpacked_model(CONFIG).get_parameter(f"{NAME}.weight").bfloat16().float()
     codes, scale = quantize_rows(weight + b.float() @ a.float())
     assert torch.equal(linear.codes_NK.view(torch.uint8), codes.view(torch.uint8))
-    assert torch.equal(linear.scale_N, scale[:, 0])
+    assert torch.equal(linear.scale, scale[:, 0])
 
 
 def test_the_second_start_reads_what_the_first_quantised(folder, file, scheme, cache) -> None:
@@ -300,6 +300,20 @@ def test_the_second_start_reads_what_the_first_quantised(folder, file, scheme, c
     assert events[1][-1] < events[0][-1]
     (kept,) = cache.iterdir()
     assert kept.suffix == ".safetensors"
+
+
+@pytest.mark.parametrize("linear", ["fp8_block", "fp8_mixed"])
+def test_blocks_are_kept_bit_for_bit(tmp_path, cache, linear) -> None:
+    config = block_config(num_layers=6)
+    words = WordEncoder.of(config)
+    save_model(tmp_path / "w", unpacked_model(config), config, text_encoder=words, int8=False)
+    asked = dataclasses.replace(BF16, linear=linear)
+    made = [Engine.from_pretrained(tmp_path / "w", asked).core.model for _ in range(2)]
+    assert len(list(cache.iterdir())) == 1
+    quantised, kept = (model.state_dict() for model in made)
+    assert quantised.keys() == kept.keys()
+    for name, tensor in quantised.items():
+        assert torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)), name
 
 
 def test_other_weights_and_other_adapters_have_other_files(folder, file, scheme, cache) -> None:

@@ -27,10 +27,11 @@ from engine.memory import (
     window_bytes,
 )
 from engine.model.dit import FP32_MODULES
-from engine.quant import quantize_, scheme_of
+from engine.quant import quantize_
+from engine.schemes import scheme_of
 from engine.types import Action
 from tests.allocator import AllocatorLimit
-from tests.tiny import random_anchor, tiny_config, tiny_engine
+from tests.tiny import block_config, random_anchor, tiny_config, tiny_engine
 
 pytestmark = pytest.mark.cpu
 
@@ -85,10 +86,10 @@ def test_the_window_has_the_size_that_is_allocated(prefix_rows):
     assert window_bytes(config, 2) == found
 
 
-@pytest.mark.parametrize("linear", ["bf16", "fp8_rowwise"])
+@pytest.mark.parametrize("linear", ["bf16", "fp8_rowwise", "fp8_mixed", "fp8_block"])
 @pytest.mark.parametrize("free_adaln", [False, True], ids=["whole", "freed"])
 def test_weights_have_the_size_that_an_engine_holds(linear, free_adaln):
-    config = tiny_config(num_layers=7)
+    config = block_config(num_layers=7)
     model = empty_model(config, dtype=torch.bfloat16, device=CPU)
     model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
     quantize_(model, scheme_of(linear))

@@ -21,8 +21,11 @@ from engine.checkpoint.source import Source, open_source
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import CheckpointError, UnsupportedError
+from engine.kernels.reference import dequantize_weight
+from engine.linears import kept_fp8
 from engine.model.dit import MiniMaxH3Transformer
-from engine.quant import Fp8Linear
+from engine.quant import Fp8Linear, whole_groups
+from engine.schemes import Fp8Rowwise
 from engine.types import LoadEvent
 from tests.allocator import LiveBytes
 from tests.released import (
@@ -33,7 +36,7 @@ from tests.released import (
     write_sharded,
     write_single,
 )
-from tests.tiny import tiny_config, unpacked_model
+from tests.tiny import block_config, tiny_config, unpacked_model
 from tests.tolerances import CURVE_RATIO
 
 pytestmark = pytest.mark.cpu
@@ -171,15 +174,33 @@ def test_scaled_eight_bits_are_multiplied_out(tmp_path: Path) -> None:
 
 def test_scaled_eight_bits_can_stay(tmp_path: Path) -> None:
     source = open_source(_fp8(tmp_path), CONFIG)
-    assert len(source.fp8_names) == 3 * 6
-    names = frozenset(name for name in source.fp8_names if ".blocks.2." in f".{name[12:]}")
-    kept = _load(source, fp8_names=names)
+    assert source.fp8_factors == dict.fromkeys(source.fp8_factors, 1)
+    assert len(source.fp8_factors) == 3 * 6
+    rule = Fp8Rowwise(blocks=(2, 2))
+    kept = _load(source, fp8_weights=whole_groups(lambda name, _: True, (rule,), 3))
     wide = _load(source)
     linear = kept.block(2).attn.to_k
     assert isinstance(linear, Fp8Linear)
-    restored = linear.codes_NK.float() * linear.scale_N[:, None]
+    restored = linear.codes_NK.float() * linear.scale[:, None]
     assert torch.equal(restored.bfloat16(), wide.block(2).attn.to_k.weight)
     assert torch.equal(kept.block(1).attn.to_k.weight, wide.block(1).attn.to_k.weight)
+
+
+def test_one_factor_a_tensor_is_that_of_every_block(tmp_path: Path) -> None:
+    config = block_config(num_layers=6)
+    tensors = fp8_scaled(original_state(unpacked_model(config), config, "stacked"))
+    tensors["blocks.2.attn.out_proj.weight_scale"] = torch.rand(128) + 0.5
+    source = open_source(write_single(tmp_path / "fp8.safetensors", tensors), config)
+    asked = EngineConfig(device="cpu", dtype="bfloat16", linear="fp8_block")
+    names = kept_fp8(source, asked, None)
+    assert "transformer_blocks.2.attn.to_out.0.weight" not in names  # has factors of rows
+    assert len(names) == 5
+    kept, wide = _load(source, fp8_weights=names), _load(source)
+    linear = kept.block(2).attn.to_k
+    assert isinstance(linear, Fp8Linear)
+    assert linear.in_blocks
+    restored = dequantize_weight(linear.codes_NK, linear.scale)
+    assert torch.equal(restored.bfloat16(), wide.block(2).attn.to_k.weight)
 
 
 @pytest.mark.parametrize("shape", [[96], [96, 1]])

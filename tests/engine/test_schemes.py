@@ -1,0 +1,111 @@
+"""Which linears are in eight bits: rules, names, files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.config import LINEAR_SCHEMES, EngineConfig, preset
+from engine.errors import ConfigError
+from engine.schemes import (
+    LINEARS,
+    SCHEMES,
+    Fp8Block,
+    Fp8Rowwise,
+    check_blocks,
+    layer_rules,
+    read_scheme,
+    rule_of,
+    scheme_of,
+)
+from tests.tiny import block_config, tiny_config
+
+pytestmark = pytest.mark.cpu
+
+
+def test_outer_blocks_of_the_large_model_are_kept():
+    rule = Fp8Rowwise()
+    count = preset("h3_33b").model.num_layers
+    assert [i for i in range(count) if rule.names(i, count, "up")] == list(range(2, 47))
+
+
+def test_the_last_rule_that_names_a_layer_holds():
+    scheme = (Fp8Rowwise(blocks=(0, 2)), Fp8Block(blocks=(1, 2), linears=("down",)))
+    held = {(block, name): rule_of(scheme, block, 4, name) for block in (0, 1, 3) for name in
+            ("up", "down")}  # fmt: skip
+    assert held[1, "down"] is scheme[1]
+    assert {held[0, "up"], held[0, "down"], held[1, "up"]} == {scheme[0]}
+    assert {held[3, "up"], held[3, "down"]} == {None}
+
+
+def test_the_mixed_scheme_has_blocks_in_the_last_linear_alone():
+    rules = layer_rules(SCHEMES["fp8_mixed"], preset("h3_33b").model)
+    assert rules.keys() == layer_rules(SCHEMES["fp8_rowwise"], preset("h3_33b").model).keys()
+    assert {name for (_, name), rule in rules.items() if rule.in_blocks} == {"down"}
+
+
+@pytest.mark.parametrize("name", ["mini", "h3_33b"])
+def test_every_linear_of_a_preset_can_have_blocks(name):
+    model = preset(name).model
+    rules = layer_rules((Fp8Block(blocks=(0, model.num_layers - 1)),), model)
+    assert len(rules) == len(LINEARS) * model.num_layers
+
+
+def test_a_layer_that_is_no_whole_blocks_is_left_out():
+    everywhere = (Fp8Block(blocks=(0, 2)),)
+    assert layer_rules(everywhere, tiny_config()) == {}
+    rules = layer_rules(everywhere, block_config(ffn_dim=192))
+    assert {name for _, name in rules} == {"qkv", "out", "up"}
+
+
+def test_every_scheme_that_has_a_name_can_be_asked_for():
+    assert set(LINEAR_SCHEMES) == SCHEMES.keys() | {"auto"}
+    for name in SCHEMES:
+        assert scheme_of(EngineConfig(linear=name).linear) == SCHEMES[name]
+
+
+def test_the_last_block_that_a_model_lacks_is_named():
+    with pytest.raises(ConfigError, match=r"blocks are \(0, 3\); this model has 0 to 2"):
+        check_blocks((Fp8Rowwise(blocks=(0, 3)),), 3)
+
+
+def test_a_scheme_is_read_from_a_file(tmp_path):
+    path = tmp_path / "scheme.json"
+    rules = [
+        {"format": "fp8_rowwise", "blocks": [1, 2], "linears": ["up", "down"]},
+        {"format": "fp8_block", "blocks": [0, 0]},
+    ]
+    path.write_text(json.dumps(rules))
+    assert read_scheme(path) == (
+        Fp8Rowwise(blocks=(1, 2), linears=("up", "down")),
+        Fp8Block(blocks=(0, 0)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected a json list of rules"),
+        ("{}", "is dict; allowed: a list of rules"),
+        (
+            '[{"format": "fp7"}]',
+            "rule 0 is .*; allowed: an object with format 'fp8_rowwise' or 'fp8_block'",
+        ),
+        ('[{"format": ["fp8_block"]}]', "rule 0 is .*; allowed: an object with format"),
+        ('[{"format": "fp8_rowwise", "block": [0, 1]}]', r"unknown \['block'\]; allowed"),
+        ('[{"format": "fp8_rowwise", "blocks": [0, true]}]', r"allowed: blocks \[first, last\]"),
+        ('[{"format": "fp8_rowwise", "blocks": [2, 1]}]', r"\(2, 1\); allowed: first <= last"),
+        ('[{"format": "fp8_rowwise", "linears": ["side"]}]', "'side'; allowed: qkv, out, up, down"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, message):
+    path = tmp_path / "scheme.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_scheme(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        read_scheme(tmp_path / "none.json")
