@@ -86,4 +86,5 @@ def test_both_commands_of_a_session_read_the_same(arguments: list[str]) -> None:
 def test_a_wrong_session_is_refused_by_both(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (session_speed.main, lambda arguments: main(["bench", "session", *arguments])):
         assert command(["--rows", "B"]) == 2
-        assert "error: rows: 'B'; allowed: exact, A, sparse\n" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "error: rows: 'B'; allowed: exact, A, mixed, block, sparse\n" in told
