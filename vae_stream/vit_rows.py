@@ -5,7 +5,10 @@
 Owns the weights as these functions take them, which serve all layers and every decoder of the
 network. Precision is that of `vit` with two differences in bf16: the head is a product of fp16 with
 fp32 sums (of fp32 values it keeps the ten bits that TF32 keeps), and a product is rounded before
-its bias is added.
+its bias is added. Where the operators of `row_ops` serve, rows are added and normalised in one
+pass, and, of many rows, the gate is made where its product ends, class F; the plain form here is
+their oracle. All depends on the row alone but for that: calls with rows on either side of
+`GATED_LEAST_ROWS` round the gate differently.
 
 Legend: R rows (tokens, then the suffix, of one tile after another), F latent channels or 3D,
 D width, G twice the width of the feed-forward part, P values of a token's pixels.
@@ -20,7 +23,17 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from graphs.compile import CompileMode
 from vae_stream.pixels import from_imagenet
+from vae_stream.row_ops import (
+    GATED_LEAST_ROWS,
+    PLAIN_ROWS,
+    RowForms,
+    add_norm,
+    add_two_norm,
+    gated,
+    row_forms,
+)
 from vae_stream.vit import Block, Vit
 
 
@@ -71,6 +84,13 @@ def layers_of(vit: Vit) -> list[Layer]:
     return layers
 
 
+def forms_of(layer: Layer, compile_mode: CompileMode) -> RowForms:
+    """Return the forms of parts that are compiled so; eager ones stay plain torch."""
+    if compile_mode == CompileMode.EAGER:
+        return PLAIN_ROWS
+    return row_forms(layer.up_weight, layer.up_bias)
+
+
 def edges_of(vit: Vit, *, makes_colours: bool) -> Edges:
     """Return the weights of the ends.
 
@@ -109,18 +129,33 @@ def enter(z_BCTHW: Tensor, edges: Edges, layer: Layer, eps: float) -> tuple[Tens
 
 
 def between(
-    x_RD: Tensor, o_RD: Tensor, layer: Layer, following: Layer, eps: float
+    x_RD: Tensor, o_RD: Tensor, layer: Layer, following: Layer, eps: float, forms: RowForms
 ) -> tuple[Tensor, Tensor]:
     """Finish a layer whose attention gave `o_RD`; rows, and the next q, k, v without bias."""
-    x_RD = _finished(x_RD, o_RD, layer, eps)
-    return x_RD, _projected(x_RD, following, eps)
+    if not forms.has_kernels:
+        x_RD = _finished(x_RD, o_RD, layer, eps, forms)
+        return x_RD, _projected(x_RD, following, eps)
+    o_RD = F.linear(o_RD, layer.out_weight)
+    n_RD = add_norm(x_RD, o_RD, layer.out_bias, layer.scale1_D, layer.norm2_D, eps)
+    x_RD, n_RD = add_two_norm(
+        x_RD, o_RD, layer.out_bias, layer.scale1_D, _fed(n_RD, layer, forms), layer.down_bias,
+        layer.scale2_D, following.norm1_D, eps,
+    )  # fmt: skip
+    return x_RD, F.linear(n_RD, following.qkv_weight)
 
 
 def leave(
-    x_RD: Tensor, o_RD: Tensor, layer: Layer, edges: Edges, eps: float, *, batch: int
+    x_RD: Tensor,
+    o_RD: Tensor,
+    layer: Layer,
+    edges: Edges,
+    eps: float,
+    forms: RowForms,
+    *,
+    batch: int,
 ) -> Tensor:
     """Finish the last layer; return the tokens as the head takes them."""
-    x_BRD = _finished(x_RD, o_RD, layer, eps).unflatten(0, (batch, -1))
+    x_BRD = _finished(x_RD, o_RD, layer, eps, forms).unflatten(0, (batch, -1))
     x_RD = x_BRD[:, : -edges.suffix_SD.shape[0]].flatten(0, 1)
     return F.layer_norm(x_RD, x_RD.shape[-1:], eps=eps).to(edges.head_PD.dtype)
 
@@ -132,15 +167,21 @@ def head(rows_RD: Tensor, edges: Edges) -> Tensor:
     return torch.mm(rows_RD, edges.head_PD.T, out_dtype=torch.float32)
 
 
-def _finished(x_RD: Tensor, o_RD: Tensor, layer: Layer, eps: float) -> Tensor:
+def _finished(x_RD: Tensor, o_RD: Tensor, layer: Layer, eps: float, forms: RowForms) -> Tensor:
     # Biases are added by what follows a product: the compiler would first spread them over it.
     o_RD = F.linear(o_RD, layer.out_weight)
     x_RD = x_RD + (o_RD.float() + layer.out_bias) * layer.scale1_D
-    n_RD = _normed(x_RD, layer.norm2_D, layer.up_weight.dtype, eps)
+    down_RD = _fed(_normed(x_RD, layer.norm2_D, layer.up_weight.dtype, eps), layer, forms)
+    return x_RD + (down_RD.float() + layer.down_bias) * layer.scale2_D
+
+
+def _fed(n_RD: Tensor, layer: Layer, forms: RowForms) -> Tensor:
+    """The feed-forward part of normalised rows, without its last bias."""
+    if forms.has_gated and n_RD.shape[0] >= GATED_LEAST_ROWS:
+        return F.linear(gated(n_RD, layer.up_weight, layer.up_bias), layer.down_weight)
     up_RG = F.linear(n_RD, layer.up_weight) + layer.up_bias
     gate_RG, value_RG = up_RG.chunk(2, dim=-1)
-    down_RD = F.linear(value_RG * F.silu(gate_RG), layer.down_weight)
-    return x_RD + (down_RD.float() + layer.down_bias) * layer.scale2_D
+    return F.linear(value_RG * F.silu(gate_RG), layer.down_weight)
 
 
 def _projected(x_RD: Tensor, layer: Layer, eps: float) -> Tensor:

@@ -1,9 +1,10 @@
 """Windows of the original H3 decoder, fast: compiled rows, and attention by the device's best.
 
 Owns `FusedWindows`, which does what `Vit.forward` does, its oracle: every token sees every other of
-its tile. Where Triton runs, attention and its placing are the operators of the causal decoder: the
-tiles lie in the one slot of a ring, each is a window of it, and there is no suffix apart. On an
-H200 that takes 855 us where cuDNN takes 1035 (14 tiles of 1797 rows). Elsewhere torch does it.
+its tile. What lies between two attentions is of `vit_rows`, and plain torch unless it is compiled.
+Where Triton runs, attention and its placing are the operators of the causal decoder: the tiles lie
+in the one slot of a ring, each is a window of it, and there is no suffix apart. On an H200 that
+takes 855 us where cuDNN takes 1035 (14 tiles of 1797 rows). Elsewhere torch does it.
 
 Legend: B tiles, C channels, T latents or frames, H height, W width, R rows, N heads, K head width,
 D width, F 3D, A rotary pairs, P values of a token's pixels.
@@ -19,10 +20,11 @@ from einops import rearrange
 from torch import Tensor
 
 from graphs.compile import CompileMode, compile_module
-from vae_stream.causal_vit.window_attention import LOG2_E, attend, kernels_run_on, place
+from vae_stream.causal_vit.window_attention import LOG2_E, attend, place
 from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
+from vae_stream.kernel_contract import kernels_run_on
 from vae_stream.vit import Vit, check_window, rotate, window_rotary
-from vae_stream.vit_rows import between, edges_of, enter, head, layers_of, leave
+from vae_stream.vit_rows import between, edges_of, enter, forms_of, head, layers_of, leave
 
 
 class _Tiles(NamedTuple):
@@ -56,6 +58,7 @@ class FusedWindows:
         self._layers = layers_of(vit)
         self._edges = edges_of(vit, makes_colours=False)
         self._has_kernels = kernels_run_on(vit.register_tokens.device)
+        self._forms = forms_of(self._layers[0], compile_mode)
         self._enter = compile_module(enter, compile_mode)
         self._between = compile_module(between, compile_mode)
         self._leave = compile_module(leave, compile_mode)
@@ -82,8 +85,9 @@ class FusedWindows:
                     qkv_RF, layer.qkv_bias, *tables, batch, config.head_count, config.eps
                 )
             if index < len(layers) - 1:
-                x_RD, qkv_RF = self._between(x_RD, o_RD, layer, layers[index + 1], config.eps)
-        rows_RD = self._leave(x_RD, o_RD, layers[-1], edges, config.eps, batch=batch)
+                following = layers[index + 1]
+                x_RD, qkv_RF = self._between(x_RD, o_RD, layer, following, config.eps, self._forms)
+        rows_RD = self._leave(x_RD, o_RD, layers[-1], edges, config.eps, self._forms, batch=batch)
         return self._painted(head(rows_RD, edges), edges.head_bias_P, latents, height, width)
 
     def _attention(self, qkv_RF: Tensor, bias_F: Tensor, tiles: _Tiles) -> Tensor:

@@ -16,6 +16,7 @@ from vae_stream.encoder import ImageEncoder
 from vae_stream.h3_encoder import H3Encoder, H3EncoderConfig
 from vae_stream.taeh3 import Taeh3, Taeh3Config
 from vae_stream.tiling import Tiling
+from vae_stream.vit import VitConfig
 from vae_stream.window_fused import FusedWindows
 from vae_stream.windowed import WindowedDecoder
 
@@ -86,13 +87,15 @@ def test_compiled_and_batched_frames_are_as_near_fp32_as_eager_ones(
     assert (made - exact).square().mean() <= 4 * (eager - exact).square().mean()
 
 
-def test_tiles_of_the_released_size_are_as_near_to_fp32_as_the_network() -> None:
-    """As many rows as in use: attention has a tile of its own for these."""
+@pytest.mark.parametrize("mode", [CompileMode.EAGER, CompileMode.BLOCKS])
+def test_tiles_of_the_released_size_are_as_near_to_fp32_as_the_network(mode: CompileMode) -> None:
+    """As many rows as in use: attention has a tile of its own for these, the gate its product."""
+    config = VitConfig(layer_count=2, head_count=2, ffn_width=128)
     z_BCTHW = torch.randn(3, 24, 7, 16, 16, generator=torch.Generator().manual_seed(7)).cuda()
-    exact = random_vit().cuda()(z_BCTHW)
-    vit = random_vit().cast_blocks(torch.bfloat16).cuda()
+    exact = random_vit(config).cuda()(z_BCTHW)
+    vit = random_vit(config).cast_blocks(torch.bfloat16).cuda()
 
-    made = FusedWindows(vit, CompileMode.EAGER)(z_BCTHW)
+    made = FusedWindows(vit, mode)(z_BCTHW)
 
     far, allowed = ((each - exact).square().mean().sqrt() for each in (made, vit(z_BCTHW)))
     assert far <= VIT_KERNEL_RATIO * allowed

@@ -19,7 +19,6 @@ from vae_stream.causal_vit.modes import Mode, Step, kinds, plan_flush, plan_push
 from vae_stream.causal_vit.places import CallKind, CausalConfig
 from vae_stream.causal_vit.plain import PlainCalls
 from vae_stream.causal_vit.state import CausalVitState, RingLender, ring_shape
-from vae_stream.causal_vit.window_attention import kernels_run_on
 from vae_stream.decoder import (
     DecoderState,
     FrameChunk,
@@ -29,6 +28,7 @@ from vae_stream.decoder import (
     latent_shape,
 )
 from vae_stream.geometry import BLOCK_LATENTS, RAW_FRAMES, frame_count
+from vae_stream.kernel_contract import kernels_run_on
 from vae_stream.recorded import decode_runner
 from vae_stream.vit import Block, Vit
 

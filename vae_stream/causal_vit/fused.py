@@ -2,10 +2,10 @@
 
     enter | place, attend | between | place, attend | ... | between | place, attend | leave, paint
 
-Owns `FusedCalls`. What lies between two attentions is of `vit_rows`, compiled; attention and its
-placing are the operators of `window_attention`. All that depends on the moment is derived on the
-device from a clock, so a graph serves every call. Precision is that of `plain` but for what
-`vit_rows` says.
+Owns `FusedCalls`. What lies between two attentions is of `vit_rows`, compiled, with the operators
+of `row_ops`; attention and its placing are those of `window_attention`. All that depends on the
+moment is derived on the device from a clock, so a graph serves every call. Precision is that of
+`plain` but for what `vit_rows` says.
 
 Legend: R rows (tokens of C latents, then the suffix), F latent channels or 3D, D width, P values of
 a token's pixels, H height, W width in tokens, T frames.
@@ -32,7 +32,7 @@ from vae_stream.causal_vit.window_attention import LOG2_E, attend, place
 from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
 from vae_stream.pixels import to_uint8
 from vae_stream.vit import Vit
-from vae_stream.vit_rows import between, edges_of, enter, head, layers_of, leave
+from vae_stream.vit_rows import between, edges_of, enter, forms_of, head, layers_of, leave
 
 
 def _paint(rows_RP: Tensor, bias_P: Tensor, height: int, width: int) -> Tensor:
@@ -78,6 +78,7 @@ class FusedCalls:
         self._layers = layers_of(vit)
         self._dtype = self._layers[0].qkv_weight.dtype
         self._edges = edges_of(vit, makes_colours=True)
+        self._forms = forms_of(self._layers[0], compile_mode)
         self._moment = compile_module(moment, compile_mode)
         self._enter = compile_module(enter, compile_mode)
         self._between = compile_module(between, compile_mode)
@@ -164,12 +165,16 @@ class FusedCalls:
     def between(self, layer: int, x_RD: Tensor, o_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Rows after a layer, and the next one's q, k, v of them without bias."""
         layers = self._layers
-        return self._between(x_RD, o_RD, layers[layer], layers[layer + 1], self._config.eps)
+        return self._between(
+            x_RD, o_RD, layers[layer], layers[layer + 1], self._config.eps, self._forms
+        )
 
     def leave(self, x_RD: Tensor, o_RD: Tensor) -> Tensor:
         """Frames of what the last attention gave."""
         edges = self._edges
-        rows_RD = self._leave(x_RD, o_RD, self._layers[-1], edges, self._config.eps, batch=1)
+        rows_RD = self._leave(
+            x_RD, o_RD, self._layers[-1], edges, self._config.eps, self._forms, batch=1
+        )
         return self._paint(head(rows_RD, edges), edges.head_bias_P, *self._size)
 
     def _key(self, kind: CallKind) -> GraphKey:

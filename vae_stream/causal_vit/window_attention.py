@@ -21,25 +21,14 @@ Source: online softmax of FlashAttention (arXiv 2205.14135).
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import torch
 from torch import Tensor
 
+from vae_stream.kernel_contract import require
+
 LOG2_E = math.log2(math.e)
-_DTYPES = (torch.float32, torch.bfloat16)
-
-
-def kernels_run_on(device: torch.device) -> bool:
-    """Whether Triton takes tensors there: on CUDA, or anywhere while it interprets."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    if device.type == "cuda":
-        return True
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 @torch.library.custom_op("worldstream::vit_place", mutates_args=("key_SRD", "value_SRD"))
@@ -79,14 +68,14 @@ def place(
 
     rows, channels = qkv_RF.shape[0], key_SRD.shape[2]
     tables = (rows, cos_RA.shape[1])
-    _require("place", qkv_RF, key_SRD.dtype, (rows, 3 * channels), "qkv")
-    _require("place", bias_F, key_SRD.dtype, (3 * channels,), "bias")
-    _require("place", value_SRD, key_SRD.dtype, tuple(key_SRD.shape), "value")
-    _require("place", cos_RA, torch.float32, tables, "cos")
-    _require("place", sin_RA, torch.float32, tables, "sin")
-    _require("place", own_C, torch.int64, (own_C.shape[0],), "own")
-    _require("place", ring_R, torch.int64, (key_SRD.shape[1],), "ring")
-    _require("place", key_SRD, key_SRD.dtype, tuple(key_SRD.shape), "key")
+    require("place", qkv_RF, key_SRD.dtype, (rows, 3 * channels), "qkv")
+    require("place", bias_F, key_SRD.dtype, (3 * channels,), "bias")
+    require("place", value_SRD, key_SRD.dtype, tuple(key_SRD.shape), "value")
+    require("place", cos_RA, torch.float32, tables, "cos")
+    require("place", sin_RA, torch.float32, tables, "sin")
+    require("place", own_C, torch.int64, (own_C.shape[0],), "own")
+    require("place", ring_R, torch.int64, (key_SRD.shape[1],), "ring")
+    require("place", key_SRD, key_SRD.dtype, tuple(key_SRD.shape), "key")
     return window_attention_triton.place(
         qkv_RF, bias_F, cos_RA, sin_RA, own_C, ring_R, key_SRD, value_SRD, heads, scale, eps
     )
@@ -147,16 +136,16 @@ def attend(
 
     dtype, ring = q_RD.dtype, tuple(key_SRD.shape)
     last = tuple(last_key_RD.shape)
-    _require("attend", q_RD, dtype, (q_RD.shape[0], ring[2]), "q")
-    _require("attend", key_SRD, dtype, ring, "key")
-    _require("attend", value_SRD, dtype, ring, "value")
-    _require("attend", last_key_RD, dtype, (last[0], ring[2]), "last key")
-    _require("attend", last_value_RD, dtype, last, "last value")
-    _require("attend", slots_S, torch.int64, ring[:1], "slots")
-    _require("attend", count_1, torch.int64, (1,), "count")
-    _require("attend", token_WJ, torch.int32, tuple(token_WJ.shape), "token")
-    _require("attend", begin_W, torch.int32, tuple(token_WJ.shape[:1]), "begin")
-    _require("attend", size_W, torch.int32, tuple(token_WJ.shape[:1]), "size")
+    require("attend", q_RD, dtype, (q_RD.shape[0], ring[2]), "q")
+    require("attend", key_SRD, dtype, ring, "key")
+    require("attend", value_SRD, dtype, ring, "value")
+    require("attend", last_key_RD, dtype, (last[0], ring[2]), "last key")
+    require("attend", last_value_RD, dtype, last, "last value")
+    require("attend", slots_S, torch.int64, ring[:1], "slots")
+    require("attend", count_1, torch.int64, (1,), "count")
+    require("attend", token_WJ, torch.int32, tuple(token_WJ.shape), "token")
+    require("attend", begin_W, torch.int32, tuple(token_WJ.shape[:1]), "begin")
+    require("attend", size_W, torch.int32, tuple(token_WJ.shape[:1]), "size")
     if last[0] > 16 or (q_RD.shape[0] - last[0]) % ring[1]:
         raise ValueError(
             f"attend: {q_RD.shape[0]} rows, {last[0]} of them the suffix; allowed: at most 16 "
@@ -183,16 +172,3 @@ def _(
     heads: int,
 ) -> Tensor:
     return torch.empty_like(q_RD)
-
-
-def _require(
-    op: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], name: str
-) -> None:
-    if not kernels_run_on(tensor.device):
-        raise ValueError(f"{op}: {name} is on {tensor.device}; allowed: cuda with triton")
-    if tensor.dtype != dtype or (dtype.is_floating_point and dtype not in _DTYPES):
-        raise ValueError(f"{op}: {name} is {tensor.dtype}; allowed: {dtype} of {_DTYPES} or int")
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; allowed: {shape}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{op}: {name} has strides {tensor.stride()}; allowed: dense rows")

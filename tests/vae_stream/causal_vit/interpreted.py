@@ -16,6 +16,7 @@ from graphs.compile import CompileMode
 from graphs.runner import GraphRunner, RunnerLimits
 from tests.engine.kernels.interpreter import mend_interpreter
 from tests.graphs.tape import TapeCapture
+from tests.vae_stream import row_cases
 from tests.vae_stream.causal_vit import attention_cases
 from tests.vae_stream.h3_tiny import random_vit
 from vae_stream.causal_vit import CausalConfig, CausalVitDecoder, Mode
@@ -99,6 +100,10 @@ def main() -> None:
         f"attention {case.name}": attention_cases.complaints(case, torch.device("cpu"))
         for case in attention_cases.CASES
         if not case.is_full
+    }
+    found |= {
+        f"rows {case.name}": row_cases.complaints(case, torch.device("cpu"))
+        for case in row_cases.SMALL
     }
     found |= {f"calls {mode}": _calls(mode) for mode in (Mode.PAIR, Mode.SINGLE_A1)}
     found["windows"] = _windows()
