@@ -5,11 +5,13 @@
 
 Owns the command and the record of a row. A row is a form (plain, compiled, recorded) of a mode
 (latents one by one, or in pairs) at a picture size; its time is that of a call, from latents on the
-device to uint8 pictures on the device, in a stream that is long under way, back to back. Random
-weights of the released shape, which take as long as any. Errors are in grey levels, against the
-plain form with fp32 blocks. What is wanted most comes first; a row that would begin after the limit
-is left out, and named. Needs torch, triton, numpy, einops, safetensors and pillow alone. Rows go to
-stderr as they are done, the last line of stdout is JSON.
+device to uint8 pictures on the device, in a stream that is long under way: back to back, which runs
+a device into the limit of its power, and, in the form that a session has on the device, paced: a
+few times as fast as pictures are shown, with rests between. Random weights of the released shape,
+which take as long as any. Errors are in grey levels, against the plain form with fp32 blocks. What
+is wanted most comes first; a row that would begin after the limit is left out, and named. Needs
+torch, triton, numpy, einops, safetensors and pillow alone. Rows go to stderr as they are done, the
+last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from engine.config import Geometry
 from engine.device import resolve_device
 from engine.errors import ConfigError, WorldStreamError
 from vae_stream.causal_vit import CausalVitDecoder, Form, Mode
+from vae_stream.geometry import BLOCK_FRAMES, BLOCK_LATENTS
 from vae_stream.vit import Vit, VitConfig
 
 EXIT_OK, EXIT_USAGE = 0, 2
@@ -54,6 +57,11 @@ _COMPARED = 8
 """Latents whose pictures are compared: the ring fills, and wraps once."""
 _SHARES = {Form.RECORDED: 1, Form.COMPILED: 4, Form.PLAIN: 12}
 """One of so many calls; a target is claimed of recorded ones alone."""
+PACE = 2.4
+"""Of paced calls, in streams of 24 pictures a second."""
+_LATENT_S = BLOCK_FRAMES / BLOCK_LATENTS / 24.0 / PACE
+_PACED_SHARE, _PACED_DROPPED = 4, 3
+"""One of so many calls is paced; the first of these are left out."""
 _GIB = 2**30
 _MIB = 2**20
 
@@ -78,7 +86,11 @@ class Measured:
     row: Row
     size: Geometry
     call: Spread
+    """Back to back."""
     call_p95: float
+    paced: Spread | None
+    """Of the form that a session has."""
+    paced_p95: float | None
     first_s: float
     """The first latents: compilation, plain calls, recording."""
     error_max: float
@@ -98,16 +110,22 @@ class Measured:
         """One line for a terminal."""
         measured = "-" if self.state_measured_mib is None else f"{self.state_measured_mib:.1f}"
         peak = "-" if self.peak_gib is None else f"{self.peak_gib:.2f}"
+        paced = (
+            f"{'-':>9}{'-':>9}"
+            if self.paced is None
+            else f"{self.paced.p50:9.2f}{self.paced_p95:9.2f}"
+        )
         return (
             f"{size_name(self.size):10}{self.row.name:24}{self.call.p50:9.2f}{self.call_p95:9.2f}"
-            f"{self.tflops:9.1f}{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}{self.state_mib:10.1f}"
+            f"{paced}{self.tflops:9.1f}{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}{self.state_mib:10.1f}"
             f"{measured:>10}{peak:>8}{self.graph_count:7}"
         )
 
 
 HEAD = (
-    f"{'size':10}{'row':24}{'p50 ms':>9}{'p95 ms':>9}{'TFLOP/s':>9}{'first s':>9}{'max err':>8}"
-    f"{'psnr':>8}{'state MiB':>10}{'measured':>10}{'GiB':>8}{'graphs':>7}"
+    f"{'size':10}{'row':24}{'p50 ms':>9}{'p95 ms':>9}{'paced 50':>9}{'95':>9}{'TFLOP/s':>9}"
+    f"{'first s':>9}{'max err':>8}{'psnr':>8}{'state MiB':>10}{'measured':>10}{'GiB':>8}"
+    f"{'graphs':>7}"
 )
 
 
@@ -160,7 +178,13 @@ class Bench:
         frames = self._pictures(decoder)
         self._wait()
         first_s = time.perf_counter() - start_s
-        spans_ms = self._spans_ms(decoder)
+        calls = -(-self._calls // _SHARES[row.form])
+        spans_ms = self._spans_ms(decoder, calls, dropped=self._dropped)
+        paced_ms = None
+        if row.form == (Form.RECORDED if is_cuda else Form.PLAIN):
+            paced_ms = self._spans_ms(
+                decoder, -(-calls // _PACED_SHARE), dropped=_PACED_DROPPED, latent_s=_LATENT_S
+            )
         apart = (frames.float() - self._exact[row.mode].float()).cpu()
         latents = 2 if row.mode == Mode.PAIR else 1
         flops = call_flops(
@@ -172,7 +196,11 @@ class Bench:
             row=row,
             size=self.size,
             call=call,
-            call_p95=round(float(np.percentile(spans_ms, 95)), 3),
+            call_p95=_p95(spans_ms),
+            paced=None
+            if paced_ms is None
+            else Spread.of(paced_ms, unit="ms", dropped_count=_PACED_DROPPED),
+            paced_p95=None if paced_ms is None else _p95(paced_ms),
             first_s=round(first_s, 2),
             error_max=float(apart.abs().max()),
             psnr_db=round(_psnr_db(apart), 2),
@@ -206,18 +234,31 @@ class Bench:
             del state  # its memory goes to the next stream
         return torch.cat(frames)
 
-    def _spans_ms(self, decoder: CausalVitDecoder) -> list[float]:
-        """Times of calls, one after another; read at the end, so that nothing waits between."""
+    def _spans_ms(
+        self, decoder: CausalVitDecoder, calls: int, *, dropped: int, latent_s: float = 0.0
+    ) -> list[float]:
+        """Times of calls; read at the end, so that nothing waits between.
+
+        Args:
+            decoder: in a new stream.
+            calls: to time.
+            dropped: calls before these.
+            latent_s: from a latent to the next, of which a call takes all at once; 0 for one call
+                after another.
+        """
         state, clocks = decoder.new_state(), []
-        calls = -(-self._calls // _SHARES[decoder.form]) + self._dropped
-        for index in range(calls * (2 if decoder.lookahead_latents else 1)):
+        latents = 1 + decoder.lookahead_latents
+        begin_s = time.perf_counter()
+        for index in range((calls + dropped) * latents):
+            if index % latents == 0:
+                time.sleep(max(0.0, begin_s + index * latent_s - time.perf_counter()))
             clock = new_clock(self._device)
             clock.mark("begin")
             shown = decoder.push(state, self._latents[index % _COMPARED])
             clock.mark("end")
             if shown:
                 clocks.append(clock)
-        return [clock.between_ms("begin", "end") for clock in clocks[self._dropped :]]
+        return [clock.between_ms("begin", "end") for clock in clocks[dropped:]]
 
     def _forget(self) -> None:
         gc.collect()
@@ -231,6 +272,10 @@ class Bench:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _p95(spans_ms: list[float]) -> float:
+    return round(float(np.percentile(spans_ms, 95)), 3)
 
 
 def _psnr_db(apart: Tensor) -> float:
@@ -258,6 +303,7 @@ def as_record(measured: Measured, machine: Machine, *, preset: str, dtype: str) 
         "mode": str(row.mode),
         "form": str(row.form),
         **figures,
+        "pace": PACE,
         **dataclasses.asdict(machine),
     }
 

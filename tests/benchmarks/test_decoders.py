@@ -23,7 +23,8 @@ def test_it_measures_a_row_for_each_way(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row["row"] for row in rows] == ["plain, one latent", "plain, pair"]
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     for row in rows:
-        assert row["call"]["n"] == 1
+        assert row["call"]["n"] == row["paced"]["n"] == 1
+        assert row["paced_p95"] == row["paced"]["p50"] > 0
         assert row["psnr_db"] > 40
         assert row["state_mib"] > 0
 

@@ -254,10 +254,14 @@ def test_causal_decoders_stand_in_a_row_with_all_forms(tmp_path: Path) -> None:
     plain, compiled = _call("plain", 170.0), _call("compiled", 53.1)
     path = _written(tmp_path / "a.jsonl", _call("recorded", 9.0), plain, _call("recorded", 51.62))
     text = decoder_section(path, tmp_path / "none", tmp_path / "none")
-    assert "| **51.6** / 55.0 (120) (missed: at most 50) | 542 | -, 170.0 | 2 of 255, 55.1" in text
+    assert "| **51.6** / 55.0 (120) (missed: at most 50) | 542 | - | -, 170.0 | 2 of 255" in text
+    paced = {"paced": {"unit": "ms", "n": 30, "p50": 42.97}, "paced_p95": 43.21}
+    path = _written(path, _call("recorded", 51.62, **paced))
+    text = decoder_section(path, tmp_path / "none", tmp_path / "none")
+    assert "(missed: at most 50) | 542 | **43.0** / 43.2 (30) | -, - | 2 of 255, 55.1" in text
     path = _written(path, _call("recorded", 51.62, geometry="832x480"))
     text = decoder_section(path, tmp_path / "none", tmp_path / "none")
-    assert "| **51.6** / 55.0 (120) | 542 | -, - |" in text
+    assert "| **51.6** / 55.0 (120) | 542 | - | -, - |" in text
     path = _written(path, plain, compiled)
     assert decoder_section(path, tmp_path / "none", tmp_path / "none") == ""
 
