@@ -23,8 +23,8 @@ its inputs alone. Four threads share a row; each sums its own weights, and they 
 
 On an H200, bf16, 56 heads: 1.146 ms for 1950 queries over 13526 keys (660 TFLOP/s) and 6.915 ms
 for 5040 over 33302 (696 TFLOP/s). A maximum that runs along, no turns, queries in shared memory and
-sums across threads in each step took 1.313 and 8.027 ms beside it; cuDNN, measured on another day,
-1.43 ms for the first.
+sums across threads in each step took 1.313 and 8.027 ms beside it; cuDNN, in an earlier run on such
+a machine, 1.43 ms for the first.
 
 There is one program a tile, although their last round is not full: one a multiprocessor, with an
 even share of all tiles, took a tenth longer on an H200 at 1950 queries over 13526 keys.
