@@ -16,7 +16,8 @@ _GIT_LIMIT_S = 10.0
 def source_commit(folder: Path = _ROOT) -> str:
     """Return the short hash of a checkout's commit.
 
-    "+" stands behind it where tracked files differ; "unknown" for a folder that is no checkout.
+    "+" stands behind it where tracked files differ; "unknown" for a folder that is no checkout,
+    such as packages that are installed somewhere inside of one.
     """
 
     def git(*arguments: str) -> str:
@@ -27,6 +28,8 @@ def source_commit(folder: Path = _ROOT) -> str:
         return done.stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")) != folder.resolve():
+            return "unknown"
         commit = git("rev-parse", "--short=12", "HEAD")
         is_changed = bool(git("status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.SubprocessError):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import (
+    AttentionBackend,
     AttentionNeed,
     AttentionPlan,
     AttentionShape,
@@ -132,21 +133,21 @@ def plan_attention(
     need = shapes[0].need
     if prefer != "auto" or need.device_type != "cuda":
         return AttentionPlan.of(select_backend(need, prefer))
-    known, made, chosen = _read(record), {}, {}
+    known, made = _read(record), dict[str, AttentionChoice]()
+    choices = dict[str, AttentionChoice]()
     for shape in shapes:
         key = f"{machine}, {shape}"
         choice = _remembered(known.get(key), shape)
         if choice is None:
-            choice = choose(shape, measure)
-            made[key] = {
-                "name": choice.name, "times_ms": choice.times_ms, "candidates": list(CANDIDATES),
-            }  # fmt: skip
-            _log.info("attention_selected %s", choice.reason)
-        else:
-            _log.info("attention_selected %s, as measured before", choice.reason)
-        chosen[shape.group] = select_backend(need, choice.name)
+            choice = made[key] = choose(shape, measure)
+        choices[key] = choice
     if made:
-        _add(record, made)
+        choices |= _keep(record, made)
+    chosen = dict[str, AttentionBackend]()
+    for key, choice in choices.items():
+        when = "" if choice is made.get(key) else ", as measured before"
+        _log.info("attention_selected %s%s", choice.reason, when)
+        chosen[choice.shape.group] = select_backend(need, choice.name)
     return AttentionPlan(
         conditioning=chosen["conditioning"], audio=chosen["audio"], video=chosen["video"]
     )
@@ -173,15 +174,30 @@ def _read(record: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
-def _add(record: Path, made: dict[str, Any]) -> None:
-    """Write new choices beside those that other processes wrote meanwhile."""
+def _keep(record: Path, made: dict[str, AttentionChoice]) -> dict[str, AttentionChoice]:
+    """Write new choices; return them, but those that another process was first to write as it did.
+
+    Two that begin together would measure otherwise at a near tie, and the next one follows one.
+    """
+    kept = dict(made)
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
         with record.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            known = _read(record)
+            for key, choice in made.items():
+                earlier = _remembered(known.get(key), choice.shape)
+                if earlier is not None:
+                    kept[key] = earlier
+                    continue
+                known[key] = {
+                    "name": choice.name, "times_ms": choice.times_ms,
+                    "candidates": list(CANDIDATES),
+                }  # fmt: skip
             part = record.with_suffix(".part")
-            part.write_text(json.dumps(_read(record) | made, indent=1, sort_keys=True))
+            part.write_text(json.dumps(known, indent=1, sort_keys=True))
             # In one step: a reader never meets half a file.
             part.replace(record)
     except OSError as error:
         _log.warning("attention_not_remembered path=%s: %s", record, error)
+    return kept

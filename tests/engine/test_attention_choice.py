@@ -93,6 +93,25 @@ def test_choices_that_another_process_wrote_meanwhile_are_kept(tmp_path):
     assert again.asked == []
 
 
+def test_of_two_processes_that_measure_together_the_second_follows_the_first(tmp_path, caplog):
+    record, first = tmp_path / "attention.json", []
+
+    def slowly(candidates, shape):
+        if not first:
+            first.append(None)
+            first[0] = _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=1.1))
+        return Timed(sdpa=2.0, cudnn=1.1, flash=1.0)(candidates, shape)
+
+    with caplog.at_level(logging.INFO, logger="engine.attention.choice"):
+        second = _plan(record, slowly)
+
+    again = Timed()
+    plans = [first[0], second, _plan(record, again)]
+    assert [plan.names for plan in plans] == [dict.fromkeys(second.names, "cudnn")] * 3
+    assert again.asked == []
+    assert all(told.endswith(", as measured before") for told in caplog.messages[-3:])
+
+
 def test_each_group_is_measured_once_a_machine_and_keeps_its_times(tmp_path, caplog):
     record, first = tmp_path / "sub" / "attention.json", Timed(sdpa=2.0, cudnn=1.0, flash=2.0)
     plan = _plan(record, first)

@@ -44,6 +44,12 @@ def test_a_folder_that_is_no_checkout_has_none(tmp_path: Path, monkeypatch) -> N
     assert source_commit(tmp_path) == "unknown"
 
 
+def test_packages_inside_of_a_checkout_have_none(checkout: Path) -> None:
+    installed = checkout / "venv" / "site-packages"
+    installed.mkdir(parents=True)
+    assert source_commit(installed) == "unknown"
+
+
 def test_a_machine_without_git_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert source_commit() == "unknown"
