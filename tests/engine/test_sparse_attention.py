@@ -16,12 +16,13 @@ from engine.attention.sparse import (
     with_sparse,
 )
 from engine.cache_buffers import BufferShape, allocate
-from engine.config import EngineConfig, Geometry, ModelConfig
+from engine.config import SPARSE_DENSE_LAYERS, EngineConfig, Geometry, ModelConfig
 from engine.core import CoreOptions, RolloutCore
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
 from engine.kernels import sparse
 from engine.kernels.sparse import KeySummary
+from engine.kv_cache import PackedCache
 from engine.memory import engine_parts, prefix_row_count, summary_bytes
 from engine.model.prope import projective
 from graphs.runner import GraphRunner, RunnerLimits
@@ -70,6 +71,12 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def deep():
+    # Keys of the last layer follow attention of the one before, which can be sparse here.
+    return tiny_model(dataclasses.replace(CONFIG, num_layers=SPARSE_DENSE_LAYERS + 2))
+
+
+@pytest.fixture(scope="module")
 def packed(model):
     return _eventful(RolloutCore(model, attention=_plan()))
 
@@ -98,13 +105,32 @@ def _velocities(core: RolloutCore, given: list[torch.Tensor]) -> list[torch.Tens
 
 
 @pytest.mark.parametrize("form", ["packed", "plain", "prefix_in_every_pass", "recorded"])
-def test_later_steps_and_the_refresh_have_the_bits_of_dense_attention(model, packed, form):
+def test_later_steps_and_the_refresh_have_the_bits_of_dense_attention(deep, packed, form):
     options = CoreOptions(packed_history=form != "plain", prefix_cache=form[:6] != "prefix")
-    plan, dense = _plan(), RolloutCore(model, options)
-    core = _recorded(model, plan) if form == "recorded" else None
-    core = core or RolloutCore(model, options, attention=plan)
+    plan, dense = _plan(), RolloutCore(deep, options)
+    core = _recorded(deep, plan) if form == "recorded" else None
+    core = core or RolloutCore(deep, options, attention=plan)
     pairs = zip(_velocities(core, packed[:6]), _velocities(dense, packed[:6]), strict=True)
     assert [torch.equal(*pair) for pair in pairs] == [False, False, True, True]
+
+
+def test_a_restored_window_is_summarized_anew(model):
+    core, views, caches, made = RolloutCore(model, attention=_plan()), walk_views(CONFIG, 7), [], []
+    states = [core.begin(random_prefix(CONFIG, 1)) for _ in range(2)]
+    for seed, state in enumerate(states):
+        for index in range(6):
+            latents, span = (
+                chunk_noise(CONFIG, 10 * seed + index)[0],
+                slice(5 * index, 5 * index + 5),
+            )
+            core.refresh(state, latents, views[:, span])
+        assert isinstance(state.cache, PackedCache)
+        caches.append(state.cache)
+    caches[1].restore(6, caches[0].snapshot())
+    for state in states:
+        core.open_chunk(state, views[:, -5:])
+        made.append(core.velocity(state, chunk_noise(CONFIG, 99)[0], 0))
+    assert torch.equal(*made)
 
 
 def test_both_caches_keep_short_blocks(model, packed):

@@ -11,8 +11,10 @@ from engine import loading, speed
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
-from engine.speed import resolve_speed
-from tests.tiny import narrow_config
+from engine.speed import resolve_speed, speed_parts
+from graphs.key import GraphKey, Phase
+from tests.graphs.tape import TapeCapture
+from tests.tiny import narrow_config, unpacked_model
 
 pytestmark = pytest.mark.cpu
 
@@ -103,6 +105,30 @@ def test_attention_that_cannot_serve_is_refused_before_anything_is_built(
     config = EngineConfig(device="cpu", dtype="float32", attention=attention)
     with pytest.raises(UnsupportedError, match=message):
         Engine.from_random(model, config)
+
+
+@pytest.mark.parametrize(
+    ("attention", "phases"),
+    [("auto", (Phase.DENOISE, Phase.REFRESH)),
+     ("sparse", (Phase.SPARSE_DENOISE, Phase.DENOISE, Phase.REFRESH))],
+)  # fmt: skip
+def test_all_kinds_of_passes_of_a_chunk_are_recorded_in_one_go(monkeypatch, attention, phases):
+    monkeypatch.setattr(speed, "CudaCapture", lambda device: TapeCapture())
+    model = unpacked_model(dataclasses.replace(narrow_config(), num_layers=3))
+    config = EngineConfig(graphs=True, compile="off", kernels="off", attention=attention)
+    runner = speed_parts(model, config).runner
+    assert runner is not None
+    keys = [
+        GraphKey(phase=phase, rows=1, history_rows=0, prefix_rows=0, dtype=torch.float32, batch=1)
+        for phase in phases
+    ]
+    runner.allow(keys)
+    fixed = [torch.zeros(1)]
+    for _ in range(2):
+        runner.begin_turn()
+        for key in keys:
+            runner.run(key, lambda: fixed[0] + 1, fixed)
+    assert (runner.counts.plain, runner.counts.captures) == (len(phases), len(phases))
 
 
 def test_the_engine_tells_its_graphs():
