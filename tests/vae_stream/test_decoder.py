@@ -225,6 +225,18 @@ def test_a_flushed_stream_is_over(decoder: TinyDecoder) -> None:
         decoder.flush(state)
 
 
+def test_a_stream_that_is_over_goes_on_from_a_point_before(decoder: TinyDecoder) -> None:
+    z, state = latents(2), decoder.new_state()
+    decoder.push(state, z[0])
+    point = state.snapshot()
+    expected = decoded(decoder, state, z[1])
+    decoder.flush(state)
+
+    state.restore(point)
+
+    assert torch.equal(decoded(decoder, state, z[1]).frames_THWC, expected.frames_THWC)
+
+
 def test_a_stream_may_begin_at_a_later_block(decoder: TinyDecoder) -> None:
     state, early, z = decoder.new_state(5), decoder.new_state(), latents(2)
 

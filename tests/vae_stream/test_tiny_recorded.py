@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -94,6 +95,17 @@ def test_a_stream_after_another_replays_from_its_first_latent(
     assert (runner.counts.plain, runner.counts.captures) == (2, 2)
 
 
+def test_memories_lie_from_the_first_as_the_network_leaves_them(
+    plain: TinyDecoder, network: TinyVae | Taeh3
+) -> None:
+    # Kernels choose by strides: a first latent would have the bits of other ones.
+    memories = plain.new_state().tensors
+    _, after = network.step(latents(1)[0], memories, last_frame_only=False)
+
+    strides = {name: memory.stride()[1:] for name, memory in memories.items()}
+    assert strides == {name: memory.stride()[1:] for name, memory in after.items()}
+
+
 def test_two_streams_in_turn_do_not_touch_each_other(
     plain: TinyDecoder, recorded: TinyDecoder, runner: GraphRunner
 ) -> None:
@@ -164,6 +176,26 @@ def test_closing_gives_recordings_up(recorded: TinyDecoder, tape: TapeCapture) -
     assert tape.log.count("release") == 2
     with pytest.raises(RuntimeError, match="the runner is closed"):
         recorded.push(state, latents(1)[0])
+
+
+def test_closing_frees_the_memory_of_streams_that_ended(recorded: TinyDecoder) -> None:
+    states = recorded.new_state(), recorded.new_state()
+    held, lent = (weakref.ref(state.buffers) for state in states)
+    state = states[0]
+    del states
+    gc.collect()
+    assert lent() is not None
+
+    recorded.close()
+
+    assert lent() is None
+    assert held() is state.buffers
+
+
+def test_latents_in_bf16_are_taken_as_they_are(plain: TinyDecoder, recorded: TinyDecoder) -> None:
+    z = [one.bfloat16() for one in latents(7)]
+
+    assert_equal(decode(recorded, z), decode(plain, [one.float() for one in z]))
 
 
 def test_a_cpu_records_nothing() -> None:
