@@ -203,6 +203,18 @@ def test_one_factor_a_tensor_is_that_of_every_block(tmp_path: Path) -> None:
     assert torch.equal(restored.bfloat16(), wide.block(2).attn.to_k.weight)
 
 
+def test_eight_bits_without_whole_blocks_do_not_stay_in_blocks(tmp_path: Path) -> None:
+    config = block_config(num_layers=6, ffn_dim=192)
+    tensors = fp8_scaled(original_state(unpacked_model(config), config, "stacked"))
+    source = open_source(write_single(tmp_path / "fp8.safetensors", tensors), config)
+    names = {
+        form: kept_fp8(source, EngineConfig(device="cpu", linear=form), None).keys()
+        for form in ("fp8_rowwise", "fp8_block")
+    }
+    left_out = names["fp8_rowwise"] - names["fp8_block"]
+    assert left_out == {"transformer_blocks.2.ff.net.2.weight"}
+
+
 @pytest.mark.parametrize("shape", [[96], [96, 1]])
 def test_factors_of_rows_are_taken_too(tmp_path: Path, shape: list[int]) -> None:
     tensors = fp8_scaled(original_state(MODEL, CONFIG, "stacked"))
