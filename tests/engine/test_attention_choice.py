@@ -93,6 +93,16 @@ def test_choices_that_another_process_wrote_meanwhile_are_kept(tmp_path):
     assert again.asked == []
 
 
+def test_the_record_is_read_again_once_nobody_else_writes_it(tmp_path, monkeypatch):
+    record = tmp_path / "attention.json"
+    before = {"of another": 1}
+    monkeypatch.setattr(
+        choosing.fcntl, "flock", lambda file, how: record.write_text(json.dumps(before))
+    )
+    _plan(record, Timed(sdpa=2.0, cudnn=1.0, flash=2.0))
+    assert json.loads(record.read_text()).keys() > before.keys()
+
+
 def test_of_two_processes_that_measure_together_the_second_follows_the_first(tmp_path, caplog):
     record, first = tmp_path / "attention.json", []
 
