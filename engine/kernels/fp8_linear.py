@@ -129,8 +129,8 @@ def operand_of_blocks(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     codes_RK, scale_RJ = codes.view(-1, codes.shape[-1]), scale.reshape(-1, scale.shape[-1])
     rows, blocks = scale_RJ.shape
     room = contract.rows_in_blocks(rows)
-    lies_right = scale_RJ.stride() == (1, room) or (blocks == 1 and scale_RJ.stride(0) == 1)
-    if not (lies_right and _reaches(codes_RK, room) and _reaches(scale_RJ, room)):
+    has_room = _reaches(codes_RK, room) and _reaches(scale_RJ, room)
+    if not has_room or scale_RJ.stride() != (1, room):
         made = contract.new_quantized(codes, codes_RK.shape, in_blocks=True)
         codes_RK, scale_RJ = made[0].copy_(codes_RK), made[1].copy_(scale_RJ)
     codes_PK = codes_RK.as_strided((room, codes_RK.shape[1]), codes_RK.stride())

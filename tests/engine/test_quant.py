@@ -105,14 +105,16 @@ def test_a_product_of_blocks_reads_what_kernels_made_where_it_lies(rows, width):
     assert torch.equal(scale_PJ[:count], scale.flatten(0, 1))
 
 
-@pytest.mark.parametrize("part", ["codes", "scale"])
+@pytest.mark.parametrize("part", ["codes", "scale", "room of the scale"])
 def test_a_product_of_blocks_copies_what_lies_otherwise(part):
     made = contract.new_quantized(torch.zeros(1), (1, 6, 256), in_blocks=True)
     codes, scale = (each.copy_(torch.rand(each.shape)) for each in made)
     if part == "codes":
         codes = codes.clone()  # has no room for eight rows
-    else:
+    elif part == "scale":
         scale = scale.contiguous()
+    else:
+        scale = torch.empty_strided(scale.shape, scale.stride()).copy_(scale)
     codes_PK, scale_PJ = operand_of_blocks(codes, scale)
     assert codes_PK.shape == (8, 256)
     assert scale_PJ.stride() == (1, 8)
