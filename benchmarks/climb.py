@@ -103,16 +103,15 @@ ROWS = (
         is_extra=True,
     ),
     Row(
-        name="fp8_mixed",
-        title="FP8 linears, the last of a block in blocks",
-        changes={"linear": "fp8_mixed"},
-        is_approximate=True,
-        is_extra=True,
-    ),
-    Row(
         name="fp8_linear",
         title="FP8 linears",
         changes={"linear": "fp8_rowwise"},
+        is_approximate=True,
+    ),
+    Row(
+        name="fp8_mixed",
+        title="FP8, attention's output bf16",
+        changes={"linear": "fp8_mixed"},
         is_approximate=True,
     ),
     Row(

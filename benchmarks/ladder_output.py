@@ -194,7 +194,7 @@ def captions(records: list[dict[str, Any]]) -> tuple[str, str]:
     title = f"{record['preset']} {record['geometry']}: milliseconds a chunk of 17 frames"
     caption = (
         f"{where}, {record['dtype']}, {record['weights']} weights, torch {record['torch']}, commit "
-        f"{commits}; 4 denoise steps and the refresh, no decoder; each row adds to those "
+        f"{commits}; 4 denoise steps and the refresh, no decoder; each row is one change to those "
         "above"
     )
     return title, caption

@@ -60,9 +60,9 @@ def ladder_section(path: Path = RECORDS) -> str:
     commits = ", ".join(dict.fromkeys(record["commit"] for rows in ladders for record in rows))
     note = (
         "X: the bits of the reference, F: other rounding, A: approximate. A reference is what the "
-        "rows of its run are held against. Each row adds to those above; 4 denoise steps and the "
-        "refresh, no decoder. Several GPUs are held against one, which ran beside them. Commits "
-        f"{commits}."
+        "rows of its run are held against. Each row is one change to those above; 4 denoise steps "
+        "and the refresh, no decoder. Several GPUs are held against one, which ran beside them. "
+        f"Commits {commits}."
     )
     if len(ladders) > 1:
         others = [

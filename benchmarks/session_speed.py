@@ -5,9 +5,10 @@
 
 `worldstream bench session` is the same. Owns the order of the measurement; everything goes through
 the `Session` that `serve` runs. Needs torch, triton, numpy, einops, safetensors and pillow alone.
-Rows: "exact" has the dtype of the weights, "A" puts the linears into eight bits, "sparse" also
-reads a part of the window in summary in its first steps; both are approximations. Lines for people
-go to stderr, the last line of stdout is JSON.
+Rows: "exact" has the dtype of the weights; the others are approximations. "A" puts the linears into
+eight bits, "mixed" all but the output of attention, "block" all with factors of blocks; "sparse" is
+"mixed" and reads a part of the window in summary in its first steps. Lines for people go to stderr,
+the last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "A": {"linear": "fp8_rowwise"},
     "mixed": {"linear": "fp8_mixed"},
     "block": {"linear": "fp8_block"},
-    "sparse": {"linear": "fp8_rowwise", "attention": "sparse"},
+    "sparse": {"linear": "fp8_mixed", "attention": "sparse"},
 }
 """Fields of `EngineConfig` by the name of a row."""
 SCENE = "meadow-lake"
@@ -80,8 +81,8 @@ class SessionScenario:
     decoder: str = "auto"
     """Mode of the decoder."""
     rows: str = "exact"
-    """exact, A (eight bits), mixed and block (the same with factors of blocks in one linear or in
-    all), sparse (A and sparse attention), or several with commas."""
+    """exact, A (eight bits), mixed (the same but for attention's output), block (factors of blocks
+    in all linears), sparse (mixed and sparse attention), or several with commas."""
     chunks: int = 20
     """Chunks to measure once the window is full, of each kind of measurement."""
 

@@ -337,7 +337,8 @@ class EngineConfig:
     linear: str = "auto"
     """Products of the blocks: "bf16" in the dtype of the blocks, "fp8_rowwise" in 8 bits with a
     scale a row, which is an approximation, "fp8_block" with one for each 128 channels, "fp8_mixed"
-    with those where they tell; or a json file of one's own (`schemes.read_scheme`).
+    with each where it tells and attention's output as it is; or a json file of one's own
+    (`schemes.read_scheme`).
     "auto": "bf16" wherever that fits, see `memory.choose_plan`."""
     lora: str | None = None
     """An adapter: a file, or the folder that training left it in."""

@@ -68,8 +68,8 @@ class BenchEngine:
     ladder: bool = False
     """Transformer alone, from the plain path up, one change more a row, each with its error."""
     rows: Text = None
-    """With --ladder: names of rows with commas between them, fp8_block and fp8_mixed too, which are
-    left out by default."""
+    """With --ladder: names of rows with commas between them, fp8_block too, which is left out by
+    default."""
     plot: File = None
     """With --ladder: PNG to write."""
     record: File = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,15 +16,18 @@ from PIL import Image
 
 from benchmarks import climb as climbing
 from benchmarks import ladder
-from benchmarks.climb import LadderScenario, relative_error
+from benchmarks.climb import DEFAULT_ROWS, PLAIN, LadderScenario, relative_error
 from benchmarks.floor import Floor
 from benchmarks.ladder import main
 from benchmarks.ladder_output import fp8_share, read_share
 from benchmarks.ladder_report import draw_pictures, ladder_section, read_ladders
 from benchmarks.peak import chunk_work, key_row_count, pass_work
 from benchmarks.plot import Bar, draw_waterfall
-from engine.config import Geometry, preset
+from engine.config import EngineConfig, Geometry, preset
 from engine.errors import ConfigError
+from engine.parallel import Alone
+from engine.quant import Fp8Linear
+from engine.schemes import linear_shapes
 from tests.tolerances import FP32_ROLLOUT_ATOL
 
 pytestmark = pytest.mark.cpu
@@ -195,6 +199,23 @@ def test_a_ladder_can_be_climbed_in_parts(capsys):
     assert rows[1]["config"]["prefix_cache"]
 
 
+def test_what_is_approximate_comes_last_and_blocks_everywhere_by_name():
+    assert DEFAULT_ROWS[-4:] == ("kernels", "fp8_linear", "fp8_mixed", "sparse")
+    assert "fp8_block" not in DEFAULT_ROWS
+
+
+def test_no_row_sees_the_eight_bits_of_the_one_before():
+    scenario = LadderScenario(preset="mini", weights="random")
+    outputs = []
+    for linear in ("fp8_rowwise", "fp8_mixed", "bf16"):
+        config = EngineConfig(**PLAIN | {"device": "cpu", "dtype": "bfloat16", "linear": linear})
+        engine = scenario.load(config, Alone())
+        outputs.append(engine.core.model.block(4).attn.to_out[0])
+        engine.close()
+    assert isinstance(outputs[0], Fp8Linear)
+    assert torch.equal(*(each.state_dict()["weight"] for each in outputs[1:]))
+
+
 def test_an_approximate_row_that_changes_nothing_is_refused(monkeypatch, capsys):
     idle = dataclasses.replace(climbing.ROWS[1], changes={}, is_approximate=True)
     monkeypatch.setattr(climbing, "ROWS", (climbing.ROWS[0], idle))
@@ -249,6 +270,9 @@ def test_floor_of_a_chunk_is_five_passes_less_the_end_of_the_last():
 def test_the_first_two_blocks_and_the_last_three_stay_out_of_eight_bits():
     model = preset("h3_33b").model
     assert fp8_share(model, "fp8_rowwise") == pytest.approx(45 / 50)
+    sizes = {name: math.prod(shape) for name, shape in linear_shapes(model).items()}
+    kept = sizes["out"] / sum(sizes.values())
+    assert fp8_share(model, "fp8_mixed") == pytest.approx(45 / 50 * (1.0 - kept))
     assert fp8_share(model, "bf16") == 0.0
 
 

@@ -11,7 +11,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.quant import Fp8Linear
-from engine.schemes import Fp8Block, Fp8Rowwise, Rule
+from engine.schemes import SCHEMES, Fp8Block, Fp8Rowwise, Rule
 from tests.tiny import block_config, random_action, random_anchor
 from tests.tolerances import FUSED_ROLLOUT_RATIO
 
@@ -48,10 +48,18 @@ def exact() -> torch.Tensor:
 def schemes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder: Path = tmp_path_factory.mktemp("schemes")
     names = {"bf16": "bf16"}
-    for form in ("fp8_rowwise", "fp8_block"):
-        path = folder / f"{form}.json"
-        path.write_text(json.dumps([{"format": form, "blocks": [0, 2]}]))
-        names[form] = str(path)
+    for name in ("fp8_rowwise", "fp8_block", "fp8_mixed"):
+        path = folder / f"{name}.json"
+        rules = [
+            {
+                "format": "fp8_block" if rule.in_blocks else "fp8_rowwise",
+                "blocks": [0, 2],
+                "linears": rule.linears,
+            }
+            for rule in SCHEMES[name]
+        ]
+        path.write_text(json.dumps(rules))
+        names[name] = str(path)
     return names
 
 
@@ -64,7 +72,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kernels", ["eager", "fast"])
-@pytest.mark.parametrize("linears", ["bf16", "fp8_rowwise", "fp8_block"])
+@pytest.mark.parametrize("linears", ["bf16", "fp8_rowwise", "fp8_block", "fp8_mixed"])
 def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(exact, schemes, linears, kernels, form):
     linear = {"linear": schemes[linears]}
     plain_error = (_roll(**linear) - exact).norm()
@@ -73,7 +81,7 @@ def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(exact, schemes, linear
     assert (made - exact).norm() <= FUSED_ROLLOUT_RATIO * plain_error
 
 
-@pytest.mark.parametrize("linears", ["fp8_rowwise", "fp8_block"])
+@pytest.mark.parametrize("linears", ["fp8_rowwise", "fp8_block", "fp8_mixed"])
 def test_graphs_replay_fused_passes_bit_for_bit(schemes, linears):
     changes = {"kernels": "fast", "linear": schemes[linears]}
     assert torch.equal(_roll(**changes, **FORMS["compiled"]), _roll(**changes, **FORMS["graphs"]))

@@ -27,7 +27,7 @@ from engine.config import Geometry, SamplerConfig
 from engine.core import RolloutCore
 from engine.fused_ops import fused_block_ops
 from engine.quant import quantize_
-from engine.schemes import Fp8Block, Fp8Rowwise
+from engine.schemes import SCHEMES, Fp8Block, Fp8Rowwise
 from tests.engine.kernels.interpreter import mend_interpreter
 from tests.tiny import chunk_noise, narrow_config, random_prefix, unpacked_model, walk_views
 import dataclasses
@@ -71,6 +71,8 @@ compare("fp8", (Fp8Rowwise(blocks=(0, 1)),))
 config, chunks = dataclasses.replace(narrow, hidden_size=128, ffn_dim=128), 2
 exact = roll(model(torch.float32))
 compare("fp8_block", (Fp8Block(blocks=(0, 1)),))
+everywhere = (dataclasses.replace(rule, blocks=(0, 1)) for rule in SCHEMES["fp8_mixed"])
+compare("fp8_mixed", tuple(everywhere))
 print(json.dumps({name: figure.item() for name, figure in figures.items()}))
 """
 
@@ -84,7 +86,7 @@ def test_fp32_rollouts_agree(figures):
     assert figures["fp32_gap"] <= FP32_ROLLOUT_ATOL
 
 
-@pytest.mark.parametrize("linears", ["bf16", "fp8", "fp8_block"])
+@pytest.mark.parametrize("linears", ["bf16", "fp8", "fp8_block", "fp8_mixed"])
 def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(figures, linears):
     assert figures[linears] > 0
     assert figures[f"{linears}_fused"] <= FUSED_ROLLOUT_RATIO * figures[linears]

@@ -165,14 +165,19 @@ def test_named_schemes_touch_what_they_say():
     assert [layer.name for layer in report.layers] == [f"blocks.2.{name}" for name in LINEARS]
 
 
-@pytest.mark.parametrize(("name", "expected"), [("fp8_block", LINEARS), ("fp8_mixed", ("down",))])
-def test_named_schemes_have_blocks_where_they_say(name, expected):
+@pytest.mark.parametrize(
+    ("name", "by_row", "in_blocks"),
+    [("fp8_block", (), LINEARS), ("fp8_mixed", ("qkv", "up"), ("down",))],
+)
+def test_named_schemes_have_blocks_where_they_say(name, by_row, in_blocks):
     model = unpacked_model(block_config(num_layers=6))
-    assert len(quantize_(model, SCHEMES[name]).layers) == len(LINEARS)
+    assert len(quantize_(model, SCHEMES[name]).layers) == len(by_row + in_blocks)
     block = model.block(2)
     linears = {"qkv": block.attn.to_v, "out": block.attn.to_out[0], "up": block.ff.net[0].proj,
                "down": block.ff.net[2]}  # fmt: skip
-    assert tuple(each for each in LINEARS if linears[each].in_blocks) == expected
+    form = {each: linear.in_blocks for each, linear in linears.items()
+            if isinstance(linear, Fp8Linear)}  # fmt: skip
+    assert form == dict.fromkeys(by_row, False) | dict.fromkeys(in_blocks, True)
 
 
 def _latents(**changes) -> torch.Tensor:
@@ -233,8 +238,11 @@ def test_hopper_is_not_refused(monkeypatch):
     assert refusal(SCHEMES["fp8_block"], torch.device("cuda"), torch.bfloat16) is None
 
 
-def test_every_scheme_has_a_file_of_its_own():
-    schemes = ("fp8_rowwise", "fp8_block", "fp8_mixed")
+def test_every_scheme_has_a_file_of_its_own(tmp_path):
+    other = tmp_path / "scheme.json"  # differs from the mixed one by a linear of a rule
+    rules = [{"format": "fp8_rowwise"}, {"format": "fp8_block", "linears": ["down"]}]
+    other.write_text(json.dumps(rules))
+    schemes = ("fp8_rowwise", "fp8_block", "fp8_mixed", str(other))
     configs = [EngineConfig(dtype="bfloat16", linear=name) for name in schemes]
     assert len({QuantCache(Path(), "x", config).path for config in configs}) == len(schemes)
 
