@@ -18,6 +18,7 @@ Legend: R rows, D width, G twice the width of the feed-forward part, U half of t
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ against it: 168, 175 us at 1565 rows; 447, 421 at 4037; 901, 833 at 8069; 2788, 
 program has tiles of 128 rows and 128 columns; few rows leave its last round of tiles half empty."""
 _GATED_DEPTH, _GATED_COLUMNS = 64, 128
 _FP32, _BF16 = torch.float32, torch.bfloat16
+
+_log = logging.getLogger(__name__)
 
 
 class RowForms(NamedTuple):
@@ -66,11 +69,13 @@ def _gluon_takes(weight_GD: Tensor, bias_G: Tensor) -> bool:
         from triton.errors import TritonError
 
         from vae_stream import gated_gluon
-    except ImportError:
+    except ImportError as error:
+        _log.info("vit_gated_left_out: %s", error)
         return False
     try:
         gated_gluon.gated(weight_GD.new_zeros(1, weight_GD.shape[1]), weight_GD, bias_G, programs=1)
-    except TritonError:
+    except TritonError as error:
+        _log.info("vit_gated_left_out: %s", str(error).partition("\n")[0])
         return False
     return True
 

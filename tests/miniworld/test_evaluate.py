@@ -294,6 +294,21 @@ def test_a_commit_is_told_where_there_is_no_checkout(
     assert json.loads(path.read_text())["environment"]["commit"] == "abc1234"
 
 
+def test_an_evaluation_says_which_attention_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ITEMS, "vae", lambda *_: None)
+    path = tmp_path / "figures.json"
+    asked = {"attention": "sparse", "sparse_tau": 0.5, "sparse_block": 8, "sparse_steps": 3}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
+    arguments = ["--weights", "random", "--device", "cpu", "--items", "vae", "--json", str(path)]
+
+    assert main([*arguments, *options]) == 0
+
+    environment = json.loads(path.read_text())["environment"]
+    assert {name: environment[name] for name in asked} == asked
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--items", "vae,colour"], ["--items", ""], ["--cases", "1"]],

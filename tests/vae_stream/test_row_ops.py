@@ -5,6 +5,7 @@ What they compute is compared in `causal_vit.interpreted` on a CPU, and here on 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,33 @@ def test_rows_stay_plain_on_a_cpu_and_in_fp32(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(row_ops, "kernels_run_on", lambda device: True)
     assert row_ops.row_forms(fp32(512, 128), fp32(512)) == PLAIN_ROWS
     assert row_ops.row_forms(bf16(512, 128), bf16(512)) == row_cases.ROW_KERNELS
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = CUDA
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("works", [True, False])
+def test_a_gated_product_that_does_not_compile_is_left_out_and_said(
+    works: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels = pytest.importorskip("vae_stream.gated_gluon")
+    errors = pytest.importorskip("triton.errors")
+
+    def compile_it(*given: Tensor, programs: int) -> None:
+        if not works:
+            raise errors.TritonError("no such layout\nat line 1")
+
+    monkeypatch.setattr(kernels, "gated", compile_it)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(row_ops, "kernels_run_on", lambda device: True)
+    weight_GD = bf16(512, 128).as_subclass(OnGpu)
+    with caplog.at_level(logging.INFO):
+        assert row_ops.row_forms(weight_GD, bf16(512)) == RowForms(True, works)
+    assert caplog.messages == ([] if works else ["vit_gated_left_out: no such layout"])
 
 
 class _Seen(TorchDispatchMode):
