@@ -14,11 +14,13 @@ from benchmarks.record import latest_records
 RECORDS = Path(__file__).parent / "session.jsonl"
 SWITCH_RECORDS = Path(__file__).parent / "switches.jsonl"
 TARGETS = {
-    "exact": {"frames_per_second": 16.5, "first_frame_ms": 800.0},
-    "A": {"frames_per_second": 24.0, "first_frame_ms": 550.0},
+    ("h3_33b", "832x480", "exact"): {"frames_per_second": 16.5, "first_frame_ms": 800.0},
+    ("h3_33b", "832x480", "sparse"): {"frames_per_second": 24.0, "first_frame_ms": 550.0},
+    ("mini", "256x160", "exact"): {"chunk_ms": 12.0},
 }
-"""At 832x480 on one H200: frames a second at least, action to first frame at most."""
-TARGET_GEOMETRY = "832x480"
+"""On one H200: frames a second at least, action to first frame at most, a median chunk at most."""
+PLANNED_PRESET = "h3_33b"
+"""Whose peak the plan is to meet; that of a small model is made of allowances larger than it is."""
 PLAN_TOLERANCE = 0.1
 SWITCH_RATIO = 1.5
 """First chunk at a prompt length that is new, against a steady one, at most."""
@@ -66,31 +68,37 @@ def _title(record: dict[str, Any]) -> str:
 
 
 def _row(record: dict[str, Any]) -> str:
-    has_targets = record["geometry"] == TARGET_GEOMETRY and record["gpu"] is not None
-    targets = TARGETS.get(record["row"], {}) if has_targets else {}
+    key = (record["preset"], record["geometry"], record["row"])
+    targets = {} if record["gpu"] is None else TARGETS.get(key, {})
     chunk, first, memory = record["chunk"], record["first_frame"], record["memory"]
     fps, overlap = record["frames_per_second"], record["overlap"]
     least, most = targets.get("frames_per_second", 0.0), targets.get("first_frame_ms", 1e9)
+    longest = targets.get("chunk_ms", 1e9)
     cells = [
         f"{_title(record)}, {record['decoder']}",
         f"**{fps:.1f}**" + _missed(fps >= least, f"at least {least:g}"),
-        f"{chunk['p50']:.0f} / {chunk['p95']:.0f} ({chunk['n']})",
-        f"**{first['p50']:.0f}** / {first['p95']:.0f} ms"
+        f"{_ms(chunk['p50'])} / {_ms(chunk['p95'])} ({chunk['n']})"
+        + _missed(chunk["p50"] <= longest, f"at most {longest:g}"),
+        f"**{_ms(first['p50'])}** / {_ms(first['p95'])} ms"
         + _missed(first["p50"] <= most, f"at most {most:g}"),
-        f"{overlap['p50']:.0f} ms",
-        _memory(memory),
+        f"{_ms(overlap['p50'])} ms",
+        _memory(memory, record["preset"] == PLANNED_PRESET),
         record["commit"],
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def _memory(memory: dict[str, Any]) -> str:
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100.0 else f"{milliseconds:.1f}"
+
+
+def _memory(memory: dict[str, Any], is_bound: bool) -> str:
     if memory["off_by"] is None:
         return f"{memory['planned_gib']:.1f} GiB"
     return (
         f"{memory['planned_gib']:.1f} / {memory['reserved_peak_gib']:.1f} GiB "
         f"({memory['off_by']:+.1%})"
-        + _missed(abs(memory["off_by"]) <= PLAN_TOLERANCE, f"within {PLAN_TOLERANCE:.0%}")
+        + _missed(not is_bound or abs(memory["off_by"]) <= PLAN_TOLERANCE, f"within {PLAN_TOLERANCE:.0%}")
     )
 
 
@@ -103,7 +111,7 @@ def _parts(record: dict[str, Any]) -> str:
     denoise = [ms for name, ms in parts.items() if name.startswith("denoise_")]
     cells = [
         _title(record),
-        " + ".join(f"{ms:.0f}" for ms in denoise),
+        " + ".join(map(_ms, denoise)),
         f"{parts['camera_and_draws']:.1f}",
         f"{parts['decode_first_frames']:.1f}",
         f"{parts['host']:.1f}",

@@ -192,7 +192,7 @@ def _session(**changes: object) -> str:
     spread = {"unit": "ms", "n": 20, "p20": 600.0, "p50": 640.4, "p80": 650.0, "p95": 700.2}
     parts = dict.fromkeys(("denoise_0", "denoise_1", "camera_and_draws", "host"), spread)
     record: dict[str, Any] = {
-        "preset": "h3_33b", "row": "A", "geometry": "832x480", "weights": "random",
+        "preset": "h3_33b", "row": "sparse", "geometry": "832x480", "weights": "random",
         "dtype": "bfloat16", "kernels": "auto", "decoder": "causal ViT, hybrid_a3",
         "gpu": "A GPU", "cpu": "A Processor", "frames_per_second": 26.55, "chunk": spread,
         "first_frame": spread, "overlap": spread, "commit": "abc1234",
@@ -212,6 +212,18 @@ def test_sessions_show_the_last_record_and_mark_misses(tmp_path: Path) -> None:
     assert "**640** / 700 ms (missed: at most 550)" in text
     assert "100.0 / 112.0 GiB (+12.0%) (missed: within 10%)" in text
     assert "imports 3.0, transformer 40.2 | 43 |" in text
+
+
+def test_a_small_session_has_a_longest_chunk_and_a_plan_of_allowances(tmp_path: Path) -> None:
+    records = tmp_path / "session.jsonl"
+    chunk = {"unit": "ms", "n": 20, "p20": 8.0, "p50": 8.47, "p80": 8.6, "p95": 8.75}
+    records.write_text(_session(preset="mini", row="exact", geometry="256x160", chunk=chunk))
+    text = session_section(records)
+    assert "| 8.5 / 8.8 (20) |" in text
+    assert "missed" not in text
+    slow = chunk | {"p50": 12.25}
+    records.write_text(_session(preset="mini", row="exact", geometry="256x160", chunk=slow))
+    assert "| 12.2 / 8.8 (20) (missed: at most 12) |" in session_section(records)
 
 
 def test_sessions_elsewhere_have_no_target(tmp_path: Path) -> None:
