@@ -98,7 +98,9 @@ def _memory(memory: dict[str, Any], is_bound: bool) -> str:
     return (
         f"{memory['planned_gib']:.1f} / {memory['reserved_peak_gib']:.1f} GiB "
         f"({memory['off_by']:+.1%})"
-        + _missed(not is_bound or abs(memory["off_by"]) <= PLAN_TOLERANCE, f"within {PLAN_TOLERANCE:.0%}")
+        + _missed(
+            not is_bound or abs(memory["off_by"]) <= PLAN_TOLERANCE, f"within {PLAN_TOLERANCE:.0%}"
+        )
     )
 
 
