@@ -199,6 +199,26 @@ BAD = {
     "newest rows": ("summarize", {"rows": 330}, "rows are 330; allowed: 1 to 329"),
     "routes": ("sparse_attend", {"count_BNT": torch.zeros(2, 2, 2)}, "count has shape"),
     "table": ("rotate", {"sin_RK": torch.zeros(4, 96)}, "sin has shape"),
+    "blocks of rows": ("quantize_rows_block", {"x": torch.zeros(5, 96)},
+                       "quantize_rows: 96 channels in blocks; allowed: multiples of 128"),
+    "blocks of halves": ("swiglu_fp8_block", {"z_BRF": torch.zeros(2, 5, 384).bfloat16()},
+                         "swiglu_fp8: 192 channels in blocks"),
+    "blocks of the norm": (
+        "norm_modulate_fp8_block",
+        {"x_BRD": torch.zeros(2, 5, 96).bfloat16(), "weight_D": torch.ones(96),
+         "modulation_BMPD": torch.zeros(1, 1, 6, 96).bfloat16()},
+        "norm_modulate_fp8: 96 channels in blocks",
+    ),
+    "blocks of the sum": (
+        "add_norm_modulate_fp8_block",
+        {"x_BRD": torch.zeros(2, 5, 96).bfloat16(), "branch_BRD": torch.zeros(2, 5, 96).bfloat16(),
+         "weight_D": torch.ones(96), "modulation_BM6D": torch.zeros(1, 1, 6, 96).bfloat16()},
+        "add_norm_modulate_fp8: 96 channels in blocks",
+    ),
+    "blocks of heads": (
+        "turn_output_fp8_block", {"o_BRNK": torch.zeros(2, 5, 4, 96).bfloat16(), "start": 64},
+        "turn_output_fp8: heads of 96 channels in blocks; allowed: divisors of 128",
+    ),
 }  # fmt: skip
 
 
@@ -223,3 +243,11 @@ def test_wrong_arguments_are_refused(bad):
 def test_wrong_products_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         OPS["fp8_linear"].fused(**_given("fp8_linear", **changes))
+
+
+@pytest.mark.cpu
+def test_a_product_of_blocks_needs_whole_ones():
+    given = _given("fp8_linear_block")
+    given |= {"weight_NK": given["weight_NK"][:192], "weight_scale": given["weight_scale"][:1]}
+    with pytest.raises(ConfigError, match="fp8_linear: 192 channels in blocks; allowed: mult"):
+        OPS["fp8_linear_block"].fused(**given)
