@@ -1,7 +1,7 @@
 """What the machine can do: device, memory, and the faster dtype of its CPU.
 
-Owns the resolution of "auto". Invariant: it only looks and measures; no global torch setting
-changes, but for the device of a thread in `use`.
+Owns the resolution of "auto", and copies to and from a device that nothing else waits for.
+Invariant: no global torch setting changes, but for the device of a thread in `use`.
 """
 
 from __future__ import annotations
