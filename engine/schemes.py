@@ -124,7 +124,9 @@ def check_blocks(scheme: Scheme, count: int) -> None:
     """Raises: ConfigError for blocks that a model of ``count`` blocks does not have."""
     for rule in scheme:
         if rule.blocks is not None and rule.blocks[1] >= count:
-            raise ConfigError(f"blocks are {rule.blocks}; this model has 0 to {count - 1}")
+            raise ConfigError(
+                f"linear: blocks are {rule.blocks}; allowed: 0 to {count - 1}, those of this model"
+            )
 
 
 def scheme_of(name: str) -> Scheme:

@@ -390,7 +390,7 @@ def test_a_scheme_for_other_blocks_is_refused_before_weights_are_there(
     for name in ("load_model", "empty_model"):
         monkeypatch.setattr(loading, name, None)
     source, start = (CONFIG, Engine.from_random) if is_random else (folder, Engine.from_pretrained)
-    with pytest.raises(ConfigError, match=r"blocks are \(0, 99\); this model has 0 to"):
+    with pytest.raises(ConfigError, match=r"blocks are \(0, 99\); allowed: 0 to"):
         start(source, config)
 
 

@@ -67,7 +67,7 @@ def test_every_scheme_that_has_a_name_can_be_asked_for():
 
 
 def test_the_last_block_that_a_model_lacks_is_named():
-    with pytest.raises(ConfigError, match=r"blocks are \(0, 3\); this model has 0 to 2"):
+    with pytest.raises(ConfigError, match=r"blocks are \(0, 3\); allowed: 0 to 2, those of this"):
         check_blocks((Fp8Rowwise(blocks=(0, 3)),), 3)
 
 
