@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.compile import CompileMode
 from tests.vae_stream import row_cases
 from tests.vae_stream.row_cases import RowCase
 from vae_stream import kernel_contract, row_ops, vit_rows
@@ -141,6 +142,14 @@ def test_rows_stay_plain_on_a_cpu_and_in_fp32(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(row_ops, "kernels_run_on", lambda device: True)
     assert row_ops.row_forms(fp32(512, 128), fp32(512)) == PLAIN_ROWS
     assert row_ops.row_forms(bf16(512, 128), bf16(512)) == row_cases.ROW_KERNELS
+
+
+@pytest.mark.cpu
+def test_eager_rows_stay_plain_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_ops, "kernels_run_on", lambda device: True)
+    layer = row_cases.layers(RowCase(rows=1, heads=1, ffn_width=128))[0]
+    assert vit_rows.forms_of(layer, CompileMode.EAGER) == PLAIN_ROWS
+    assert vit_rows.forms_of(layer, CompileMode.BLOCKS) == row_cases.ROW_KERNELS
 
 
 class OnGpu(Tensor):
