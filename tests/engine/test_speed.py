@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from engine import loading, speed
+from engine.checkpoint.folder import save_model
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
 from engine.speed import resolve_speed, speed_parts
+from engine.text import WordEncoder
 from graphs.key import GraphKey, Phase
 from tests.graphs.tape import TapeCapture
 from tests.tiny import narrow_config, unpacked_model
@@ -105,6 +107,16 @@ def test_attention_that_cannot_serve_is_refused_before_anything_is_built(
     config = EngineConfig(device="cpu", dtype="float32", attention=attention)
     with pytest.raises(UnsupportedError, match=message):
         Engine.from_random(model, config)
+
+
+def test_attention_that_cannot_serve_is_refused_before_weights_are_read(monkeypatch, tmp_path):
+    model = narrow_config()
+    words = WordEncoder.of(model)
+    save_model(tmp_path / "w", unpacked_model(model), model, text_encoder=words, int8=False)
+    monkeypatch.setattr(loading, "load_model", lambda *given, **named: pytest.fail("read"))
+    config = EngineConfig(device="cpu", dtype="float32", attention="gluon")
+    with pytest.raises(UnsupportedError, match=r"gluon refuses .*made for cuda, not cpu"):
+        Engine.from_pretrained(tmp_path / "w", config)
 
 
 @pytest.mark.parametrize(
