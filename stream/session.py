@@ -197,7 +197,7 @@ class ModelWorld:
             # refresh a pair of latents takes 54 ms (832x480 on an H200).
             self._lane.join()
             self._engine.commit(rollout, beside=True)
-        # Everything is launched before the host waits, so that it never has to catch up.
+        # Behind the refresh: a device that waits for the host to launch it would stand still.
         host_BCTHW = latents_on_host()
         self.is_finite = bool(host_BCTHW.isfinite().all())
         self._digest.update(host_BCTHW)

@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry, preset
 from engine.engine import Engine
 from engine.errors import ConfigError, StateError
+from engine.rollout import Rollout
 from engine.types import Action, Control
 from stream.renderer import RendererWorld
 from stream.session import ModelWorld, Session
@@ -90,6 +91,49 @@ def test_frames_come_before_the_chunk_is_history(world: ModelWorld) -> None:
     assert len([next(portions) for _ in FRAMES_PER_LATENT]) == len(FRAMES_PER_LATENT)
     assert world._begun().chunk_index == 0
     assert list(portions) == []
+    assert world._begun().chunk_index == 1
+
+
+def test_a_device_has_the_refresh_before_the_host_waits_for_the_latents(
+    engine: Engine, world: ModelWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Session(world, prompt="a lake", seed=0)
+    frames = _frames(expected)
+    order: list[str] = []
+    commit, settle, join = engine.commit, engine.settle, world._lane.join
+
+    def launch(rollout: Rollout, *, beside: bool = False) -> None:
+        order.append("refresh beside" if beside else "refresh")
+        commit(rollout, beside=beside)
+
+    def settle_last(rollout: Rollout) -> None:
+        order.append("settle")
+        settle(rollout)
+
+    def copy_later(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def wait() -> torch.Tensor:
+            order.append("wait")
+            return value
+
+        order.append("copy")
+        return wait
+
+    def wait_for_frames() -> None:
+        order.append("first frames")
+        join()
+
+    session = Session(world, prompt="a lake", seed=0)
+    world.device = "cuda:0"
+    monkeypatch.setattr(engine, "commit", launch)
+    monkeypatch.setattr(engine, "settle", settle_last)
+    monkeypatch.setattr(world._lane, "join", wait_for_frames)
+    monkeypatch.setattr("engine.device.fetch", copy_later)
+    portions = session.step(FORWARD)
+    first = next(portions).frames_THWC
+    assert order == ["copy", "first frames", "refresh beside", "wait"]
+    assert session.digest.hex() == expected.digest.hex()
+    assert torch.equal(torch.cat([first, *(each.frames_THWC for each in portions)]), frames)
+    assert order[4:] == ["settle"]
     assert world._begun().chunk_index == 1
 
 
