@@ -50,13 +50,12 @@ def ladder_section(path: Path = RECORDS) -> str:
         + " |",
         "|---" * (1 + len(ladders)) + "|",
     ]
-    for name in ROW_NAMES:
+    for title in _row_titles(ladders):
         cells = [
-            next((record for record in ladder if record["row"] == name), None) for ladder in ladders
+            next((_cell(record) for record in ladder if record["title"] == title), "")
+            for ladder in ladders
         ]
-        found = [record for record in cells if record is not None]
-        if found:
-            lines.append(f"| {found[0]['title']} | {' | '.join(map(_cell, cells))} |")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     commits = ", ".join(dict.fromkeys(record["commit"] for rows in ladders for record in rows))
     note = (
         "X: the bits of the reference, F: other rounding, A: approximate. A reference is what the "
@@ -74,15 +73,19 @@ def ladder_section(path: Path = RECORDS) -> str:
     return "\n".join(lines)
 
 
+def _row_titles(ladders: list[LadderRecords]) -> list[str]:
+    """Titles of rows in their order; what a row changes, and so its title, may be older in one."""
+    records = sorted((record for ladder in ladders for record in ladder), key=_place)
+    return list(dict.fromkeys(record["title"] for record in records))
+
+
 def _title(record: dict[str, Any]) -> str:
     where = f"{record['gpu_count']} x {record['gpu']}" if record["gpu"] else record["cpu"]
     weights = "" if record["weights"] == "shipped" else " (random weights)"
     return f"`{record['preset']}` {record['geometry']}{weights}, {where}"
 
 
-def _cell(record: dict[str, Any] | None) -> str:
-    if record is None:
-        return ""
+def _cell(record: dict[str, Any]) -> str:
     error = "0" if record["error"] == 0.0 else f"{record['error']:.1e}"
     # A row that its ladder's errors are against says nothing of itself.
     judged = "reference" if record["reference"] == record["row"] else f"{record['class']} {error}"

@@ -159,6 +159,18 @@ def test_the_last_record_of_a_row_counts(climbed, tmp_path):
     assert "**99.5**" in ladder_section(path)
 
 
+def test_a_row_that_changed_between_two_ladders_stands_there_twice(climbed, tmp_path):
+    first, last = map(json.loads, (climbed[0] / "ladder.jsonl").read_text().splitlines()[::2])
+    older = [each | {"geometry": "32x32"} for each in (first, last | {"title": "as it was"})]
+    path = tmp_path / "ladder.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (*older, first, last)))
+    rows = [line.split(" | ") for line in ladder_section(path).splitlines()[2:5]]
+    assert [row[0] for row in rows] == ["| " + first["title"], "| as it was", "| " + last["title"]]
+    assert [[cell.strip(" |") != "" for cell in row[1:]] for row in rows] == [
+        [True, True], [True, False], [False, True],
+    ]  # fmt: skip
+
+
 def test_no_records_no_table(tmp_path):
     assert ladder_section(tmp_path / "none.jsonl") == ""
 
