@@ -117,8 +117,8 @@ class Measured:
         )
         return (
             f"{size_name(self.size):10}{self.row.name:24}{self.call.p50:9.2f}{self.call_p95:9.2f}"
-            f"{paced}{self.tflops:9.1f}{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}{self.state_mib:10.1f}"
-            f"{measured:>10}{peak:>8}{self.graph_count:7}"
+            f"{paced}{self.tflops:9.1f}{self.first_s:9.1f}{self.error_max:8.0f}{self.psnr_db:8.1f}"
+            f"{self.state_mib:10.1f}{measured:>10}{peak:>8}{self.graph_count:7}"
         )
 
 
