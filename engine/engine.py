@@ -376,6 +376,7 @@ class Engine:
 
         Raises: StateError in the middle of a chunk, UnsupportedError without `packed_history`.
         """
+        _ = self.core
         if rollout.open_chunk is not None:
             raise StateError("snapshot: a chunk is denoised; expected its commit() first")
         return RolloutSnapshot(
@@ -390,6 +391,7 @@ class Engine:
 
         Raises: StateError for a snapshot of another model, UnsupportedError as above.
         """
+        _ = self.core
         _packed(rollout).restore(snapshot.chunk_index, snapshot.buffers)
         rollout.open_chunk = None
         rollout.camera = rollout.camera_before = snapshot.camera

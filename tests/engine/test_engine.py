@@ -316,12 +316,15 @@ def test_warm_up_reports_each_window():
 def test_a_closed_engine_refuses():
     engine = Engine.from_pretrained("tiny", FLOAT32)
     rollout = _rollout(engine)
+    snapshot = engine.snapshot(rollout)
     engine.close()
     engine.close()
     for call in (
         lambda: engine.step(rollout, Action.still()),
         lambda: engine.set_prompt(rollout, ""),
         lambda: engine.undo(rollout),
+        lambda: engine.snapshot(rollout),
+        lambda: engine.restore(rollout, snapshot),
         lambda: _rollout(engine),
     ):
         with pytest.raises(StateError, match="the engine is closed"):
