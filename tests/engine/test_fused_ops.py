@@ -24,8 +24,10 @@ pytestmark = pytest.mark.cpu
 _SCRIPT = """
 import json, torch
 from engine.config import Geometry, SamplerConfig
+from engine.block_ops import Fp8Rows
 from engine.core import RolloutCore
 from engine.fused_ops import fused_block_ops
+from engine.kernels import fp8_linear
 from engine.quant import quantize_
 from engine.schemes import SCHEMES, Fp8Block, Fp8Rowwise
 from tests.engine.kernels.interpreter import mend_interpreter
@@ -71,6 +73,12 @@ compare("fp8", (Fp8Rowwise(blocks=(0, 1)),))
 config, chunks = dataclasses.replace(narrow, hidden_size=256, ffn_dim=256), 2
 exact = roll(model(torch.float32))
 compare("fp8_block", (Fp8Block(blocks=(0, 1)),))
+ops = fused_block_ops(model(bf16, (Fp8Block(blocks=(0, 1)),)), "fast")
+shapes = (4, 256), (4, 2, 128), (1, 6, 256)
+x, o, modulation = (torch.randn(1, *shape).to(bf16) for shape in shapes)
+codes = Fp8Rows(*fp8_linear.quantize_rows(o.flatten(-2), True))
+joined, made = (ops.finish(0, x, each, modulation).branch_BRD for each in (o, codes))
+figures["joined_gap"] = (joined - made).abs().max()
 everywhere = (dataclasses.replace(rule, blocks=(0, 1)) for rule in SCHEMES["fp8_mixed"])
 compare("fp8_mixed", tuple(everywhere))
 print(json.dumps({name: figure.item() for name, figure in figures.items()}))
@@ -90,6 +98,11 @@ def test_fp32_rollouts_agree(figures):
 def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(figures, linears):
     assert figures[linears] > 0
     assert figures[f"{linears}_fused"] <= FUSED_ROLLOUT_RATIO * figures[linears]
+
+
+def test_rows_that_come_whole_are_quantised_in_blocks_too(figures):
+    # As those of ranks do, each of which has some of the heads.
+    assert figures["joined_gap"] == 0
 
 
 _COMPILED = """
