@@ -55,6 +55,7 @@ class SessionMeter:
     def forget_presses(self) -> None:
         """What was pressed will not show: a reset, another page."""
         self._photons.clear()
+        self._arrivals.clear()
 
     def chunk_started(self, report: ChunkStarted) -> None:
         """A chunk took the actions that there were."""

@@ -22,14 +22,19 @@ from stream.settings import load_settings
 from stream.supervisor import WorkerHandle
 from stream.viewer import Viewer
 from stream.worker_messages import (
+    Applied,
+    ChunkDone,
     ChunkStarted,
     Command,
     Failed,
     FailureCode,
     Loading,
     Pause,
+    Refused,
+    Report,
     Resume,
 )
+from stream.world_commands import COMMANDS_UNANSWERED
 
 pytestmark = pytest.mark.cpu
 
@@ -53,6 +58,11 @@ class Desk:
             on_free=lambda: None,
             on_lost=lambda reason: None,
         )
+
+    def report(self, *reports: Report) -> None:
+        """Let the worker say something."""
+        for each in reports:
+            self.room.on_report(each, lambda slot: None)
 
     def go(self, *events: Event) -> SessionState:
         """Change the state step by step."""
@@ -81,10 +91,18 @@ class Listener:
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
+    def close(self, code: ErrorCode) -> None:
+        self.is_open = False
+
 
 def _viewer(name: str = "a") -> tuple[Viewer, Listener]:
     listener = Listener()
     return Viewer(id=name, role="controller", socket=cast(Any, listener)), listener
+
+
+def _press(seq: int, ct: float) -> client.Act:
+    edges = ((seq, "KeyW", 1, ct),)
+    return client.Act(t="act", seq=seq, ct=ct, keys=("KeyW",), edges=edges)
 
 
 PLAYING = (Event.ASSIGN, Event.FIRST_FRAME, Event.PLAY)
@@ -134,6 +152,63 @@ def test_what_the_mailbox_gives_up_is_counted(desk: Desk) -> None:
     text = desk.live.metrics.text().decode()
     assert 'worldstream_drops_total{where="old_act"} 2.0' in text
     assert 'worldstream_drops_total{where="press"} 3.0' in text
+
+
+def test_viewers_hear_what_a_chunk_cost_and_how_old_its_action_was(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.go(*PLAYING)
+    player, listener = _viewer()
+    desk.room.join(player)
+    stats = SimpleNamespace(
+        queue_frames=3, fps_out=24.0, encode_ms=4.0, kbps=900.0, overflow_count=0
+    )
+    monkeypatch.setattr(desk.room.transports, "stats", lambda: stats)
+    desk.room.tell_stats()
+    assert (listener.sent[-1].gen_ms, listener.sent[-1].act_lag_ms) == (None, None)
+    monkeypatch.setattr("stream.room.wall_ms", lambda: 5_000.0)
+    desk.room.handle(player, _press(1, 900.0))
+    desk.report(
+        ChunkStarted(epoch=0, chunk=0, latch_ms=5_030.0, act_seq=1, lost_press_count=0),
+        ChunkDone(
+            epoch=0, chunk=0, denoise_ms=(), refresh_ms=0.0, first_frame_ms=120.0,
+            first_decode_ms=10.0, decode_ms=60.0, ring_wait_ms=300.0, total_ms=500.0,
+        ),
+    )  # fmt: skip
+    desk.room.tell_stats()
+    assert (listener.sent[-1].gen_ms, listener.sent[-1].act_lag_ms) == (200.0, 30.0)
+
+
+def test_what_was_pressed_on_a_page_that_is_gone_has_no_latency(desk: Desk) -> None:
+    desk.go(*PLAYING)
+    for name, seq in (("a", 1), ("b", 2)):
+        player, _ = _viewer(name)
+        desk.room.join(player)
+        desk.room.handle(player, _press(seq, wall_ms()))
+    desk.room._meter.frame_made(7, 2)
+    desk.room.handle(player, client.Shown(t="shown", frames=((7, wall_ms()),)))
+    text = desk.live.metrics.text().decode()
+    assert 'worldstream_action_to_photon_seconds_count{transport="none"} 1.0' in text
+
+
+def test_what_the_worker_answers_makes_room_for_further_commands(desk: Desk) -> None:
+    desk.go(*PLAYING)
+    player, listener = _viewer()
+    desk.room.join(player)
+
+    def take(number: int) -> None:
+        prompt = client.Prompt(t="prompt", id=number, text="snow")
+        desk.room._commands.take(prompt, desk.room.seat)
+
+    for number in range(COMMANDS_UNANSWERED):
+        take(number)
+    with pytest.raises(ProtocolError, match="RATE_LIMIT"):
+        take(99)
+    desk.report(Refused(id=1, detail="no"), Applied(id=2, epoch=0, chunk=3))
+    assert [each.t for each in listener.sent[-4:]] == ["warn", "world", "world", "applied"]
+    assert [each.world.prompt == "snow" for each in listener.sent[-3:-1]] == [False, True]
+    take(99)
+    take(100)
 
 
 def test_a_worker_that_dies_while_the_session_drains_changes_nothing(desk: Desk) -> None:

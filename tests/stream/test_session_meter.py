@@ -45,7 +45,7 @@ def _started(act_seq: int, latch_ms: float, lost: int = 0) -> ChunkStarted:
 def _count_and_sum(metrics: Metrics, what: str, **labels: str) -> tuple[float, float]:
     name = {
         "present": metrics.present_s, "latch": metrics.latch_age_s, "photon": metrics.photon_s,
-        "frame": metrics.frame_photon_s, "chunk": metrics.chunk_s, "wait": metrics.ring_wait_s,
+        "frame": metrics.frame_photon_s,
     }[what]._name  # fmt: skip
     value = metrics.registry.get_sample_value
     return value(f"{name}_count", labels) or 0.0, value(f"{name}_sum", labels) or 0.0
@@ -81,19 +81,33 @@ def test_a_chunk_tells_how_old_the_action_was_that_it_took(
     assert metrics.drops.labels(where="press")._value.get() == 2
 
 
+def _done(total_ms: float) -> ChunkDone:
+    return ChunkDone(
+        epoch=0, chunk=0, denoise_ms=(50.0, 60.0), refresh_ms=40.0, first_frame_ms=120.0,
+        first_decode_ms=10.0, decode_ms=70.0, ring_wait_ms=300.0, total_ms=total_ms,
+    )  # fmt: skip
+
+
 def test_a_chunk_costs_what_it_took_but_for_the_wait_for_room(
     meter: SessionMeter, metrics: Metrics
 ) -> None:
     assert meter.chunk_ms is None
-    made_ms = meter.chunk_done(
-        ChunkDone(
-            epoch=0, chunk=0, denoise_ms=(50.0, 50.0), refresh_ms=40.0, first_frame_ms=120.0,
-            first_decode_ms=10.0, decode_ms=60.0, ring_wait_ms=300.0, total_ms=500.0,
-        )
-    )  # fmt: skip
-    assert made_ms == meter.chunk_ms == 200.0
-    assert _count_and_sum(metrics, "chunk") == (1, pytest.approx(0.2))
-    assert _count_and_sum(metrics, "wait") == (1, pytest.approx(0.3))
+    assert meter.chunk_done(_done(500.0)) == meter.chunk_ms == 200.0
+    seconds = {
+        "chunk": 0.2, "denoise": 0.11, "refresh": 0.04, "first_frame": 0.12, "first_decode": 0.01,
+        "decode": 0.07, "ring_wait": 0.3,
+    }  # fmt: skip
+    for what, expected in seconds.items():
+        name = getattr(metrics, f"{what}_s")._name
+        assert metrics.registry.get_sample_value(f"{name}_sum") == pytest.approx(expected), what
+
+
+def test_a_chunk_is_slow_against_those_before_and_that_is_said_once(meter: SessionMeter) -> None:
+    assert meter.is_slow(6_000.0)
+    assert not meter.is_slow(7_000.0)
+    meter.chunk_done(_done(4_300.0))
+    assert not meter.is_slow(11_000.0)
+    assert meter.is_slow(13_000.0)
 
 
 @pytest.mark.parametrize(("role", "count"), [("controller", 1), ("viewer", 0)])
@@ -112,7 +126,9 @@ def test_presses_that_were_let_go_have_no_latency(meter: SessionMeter, metrics: 
     meter.forget_presses()
     meter.frame_made(7, 1)
     meter.shown(_viewer(), [(7, 1_300.0)], DueTimes())
+    meter.presented(1)
     assert _count_and_sum(metrics, "photon", transport="rtc") == (0, 0)
+    assert _count_and_sum(metrics, "present") == (0, 0)
 
 
 def test_a_frame_is_as_old_as_it_is_shown_after_it_left(

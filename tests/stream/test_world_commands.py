@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,7 +31,8 @@ class Player:
         self.live = Live(load_settings(renderer=True))
         self.session = self.live.registry.create(CreateSession(), now_s=0.0).session
         around = self.live._surroundings(files)
-        self.commands = WorldCommands(self.session, around, SessionMeter(around.metrics))
+        self.meter = SessionMeter(around.metrics)
+        self.commands = WorldCommands(self.session, around, self.meter)
         self.told: list[Any] = []
         mailbox = SimpleNamespace(clear=lambda: self.told.append("mailbox cleared"))
         self.seat = cast(Any, SimpleNamespace(send=self.told.append, mailbox=mailbox))
@@ -55,6 +56,7 @@ def player() -> Iterator[Player]:
 
 
 PAUSE = client.Pause(t="pause", id=1)
+RESUME = client.Resume(t="resume", id=5)
 STEP = client.Step(t="step", id=2)
 
 
@@ -82,10 +84,24 @@ def test_a_step_pauses_and_is_told_to_the_worker(player: Player) -> None:
     assert player.told == [StepOnce(id=2)]
 
 
-def test_a_reset_lets_held_keys_go_before_the_worker_hears_of_it(player: Player) -> None:
+def test_a_reset_lets_held_keys_go_before_the_worker_hears_of_it(
+    player: Player, monkeypatch: pytest.MonkeyPatch
+) -> None:
     player.go(Event.ASSIGN, Event.FIRST_FRAME)
+    monkeypatch.setattr(player.meter, "forget_presses", lambda: player.told.append("forgotten"))
     player.commands.take(client.Reset(t="reset", id=4, seed=7, prompt="sand"), player.seat)
-    assert player.told == ["mailbox cleared", Reset(id=4, start=None, prompt="sand", seed=7)]
+    reset = Reset(id=4, start=None, prompt="sand", seed=7)
+    assert player.told == ["mailbox cleared", "forgotten", reset]
+
+
+def test_what_is_so_already_needs_no_change(player: Player) -> None:
+    player.go(Event.ASSIGN, Event.FIRST_FRAME, Event.PLAY)
+    for message, state in ((PAUSE, SessionState.PAUSED), (RESUME, SessionState.RUNNING)):
+        for _ in range(2):
+            player.commands.take(message, player.seat)
+            assert player.session.state is state
+    assert player.live.registry.illegal_count == 0
+    assert player.told == []
 
 
 def test_a_reset_to_an_unknown_scene_changes_nothing(player: Player) -> None:
@@ -94,10 +110,21 @@ def test_a_reset_to_an_unknown_scene_changes_nothing(player: Player) -> None:
     assert player.told == []
 
 
-def test_what_waits_for_the_worker_has_an_end(player: Player) -> None:
-    player.go(Event.ASSIGN, Event.FIRST_FRAME)
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        _prompt,
+        lambda number: client.Reset(t="reset", id=number),
+        lambda number: client.Step(t="step", id=number),
+    ],
+    ids=["prompt", "reset", "step"],
+)
+def test_what_waits_for_the_worker_has_an_end(
+    player: Player, waiting: Callable[[int], WorldCommand]
+) -> None:
+    player.go(Event.ASSIGN, Event.FIRST_FRAME, Event.PLAY)
     for number in range(COMMANDS_UNANSWERED):
-        player.commands.take(_prompt(number), player.seat)
+        player.commands.take(waiting(number), player.seat)
     assert player.refusal(_prompt(99)).code is ErrorCode.RATE_LIMIT
     player.commands.refused(5)
     player.commands.take(_prompt(99), player.seat)
