@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -31,7 +33,7 @@ FPS = 20.0
 class Desk:
     """A maker whose reports are a list, and which counts the waits for room."""
 
-    def __init__(self, folder: Path, prompt: str = "") -> None:
+    def __init__(self, folder: Path, prompt: str = "", world: PaintedWorld | None = None) -> None:
         self.reports: list[Report] = []
         self.waits = 0
         self.mailbox = ActionMailbox.create()
@@ -39,7 +41,7 @@ class Desk:
         self.schedule = ChunkSchedule(FPS, 0.0)
         self.maker = ChunkMaker(self.mailbox, self.ring, self.schedule, cast(Any, self))
         self.rollout = LiveRollout(
-            SPEC, PaintedWorld(), START, prompt=prompt, seed=3, trace_path=folder / "a"
+            SPEC, world or PaintedWorld(), START, prompt=prompt, seed=3, trace_path=folder / "a"
         )
 
     def report(self, report: Report) -> None:
@@ -89,19 +91,45 @@ def test_frames_of_a_session_are_counted_on(desk: Desk) -> None:
     assert (metas[0].chunk, metas[0].act_seq, metas[0].offset) == (NO_CHUNK, 0, 0)
 
 
-def test_the_newest_action_is_latched_and_named_with_each_frame(desk: Desk) -> None:
-    now_ms = wall_ms()
-    snapshot = ActionSnapshot(
-        seq=9, held=frozenset({"KeyW"}), look=(0.0, 0.0), pad=(0.0,) * 4, edges=(),
-        received_ms=now_ms,
+def _held(seq: int) -> ActionSnapshot:
+    return ActionSnapshot(
+        seq=seq, held=frozenset({"KeyW"}), look=(0.0, 0.0), pad=(0.0,) * 4, edges=(),
+        received_ms=wall_ms(),
     )  # fmt: skip
-    assert desk.mailbox.post(snapshot)
+
+
+def test_the_newest_action_is_latched_and_named_with_each_frame(desk: Desk) -> None:
+    assert desk.mailbox.post(_held(9))
     desk.maker.make(desk.rollout, 0)
     started = desk.reports[0]
     assert isinstance(started, ChunkStarted)
     assert started.act_seq == 9
     assert {meta.act_seq for meta in desk.metas()} == {9}
     assert {meta.latch_ms for meta in desk.metas()} == {started.latch_ms}
+
+
+def test_a_new_prompt_is_there_before_the_action_is_latched(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def switch(prompt: str) -> None:
+        prompts.append(prompt)
+        desk.mailbox.post(_held(4))
+
+    prompts: list[str] = []
+    monkeypatch.setattr(desk.rollout.world, "set_prompt", switch)
+    desk.rollout.switch_prompt("snow")
+    desk.maker.make(desk.rollout, 0)
+    assert prompts == ["snow"]
+    assert {meta.act_seq for meta in desk.metas()} == {4}
+
+
+def test_presses_that_no_chunk_took_are_told(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    latched = dataclasses.replace(desk.mailbox.latch(wall_ms()), lost_press_count=3)
+    monkeypatch.setattr(desk.mailbox, "latch", lambda now_ms: latched)
+    desk.maker.make(desk.rollout, 0)
+    started = desk.reports[0]
+    assert isinstance(started, ChunkStarted)
+    assert started.lost_press_count == 3
 
 
 class Clock:
@@ -137,6 +165,24 @@ def test_a_wait_for_room_is_no_work(desk: Desk, monkeypatch: pytest.MonkeyPatch)
     assert done.ring_wait_ms == pytest.approx(17 * 100.0)
     assert done.total_ms == pytest.approx(17 * 100.0 + 5 * 50.0)
     assert (done.first_frame_ms, done.decode_ms) == pytest.approx((50.0, 250.0))
+
+
+class TimedWorld(PaintedWorld):
+    """Knows how long its parts took, as a model does."""
+
+    timings = SimpleNamespace(denoise_ms=(10.0, 20.0), refresh_ms=5.0, latents_ms=40.0)
+
+
+def test_what_a_model_knows_of_its_time_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk(tmp_path, world=TimedWorld())
+    monkeypatch.setattr(chunk_maker, "time", Clock(desk, portion_s=0.05, wait_s=0.0))
+    desk.maker.make(desk.rollout, 0)
+    done = desk.done()
+    assert (done.denoise_ms, done.refresh_ms) == ((10.0, 20.0), 5.0)
+    assert (done.first_decode_ms, done.decode_ms) == pytest.approx((10.0, 210.0))
+    desk.close()
 
 
 def test_the_schedule_learns_by_when_frames_had_to_be_begun(
