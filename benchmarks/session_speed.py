@@ -380,6 +380,7 @@ def as_record(scenario: SessionScenario, row: SessionRow) -> dict[str, Any]:
         "linear": spec.engine.linear,
         "attention": spec.engine.attention,
         "sparse_tau": None if row.density is None else spec.engine.sparse_tau,
+        "sparse_block": None if row.density is None else spec.engine.sparse_block,
         "sparse_steps": None if row.density is None else spec.engine.sparse_steps,
         "density": None if row.density is None else round(row.density, 4),
         "kernels": spec.engine.kernels,

@@ -6,11 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.decoders import call_flops, main
+from benchmarks import decoders
+from benchmarks.decoders import Bench, Row, call_flops, main
+from benchmarks.windowed import random_vit
+from engine.config import Geometry
+from vae_stream.causal_vit import Form, Mode
 from vae_stream.vit import VitConfig
 
 pytestmark = pytest.mark.cpu
+
+TINY = VitConfig(layer_count=2, head_count=2, ffn_width=96)
 
 
 def test_it_measures_a_row_for_each_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +34,36 @@ def test_it_measures_a_row_for_each_way(tmp_path: Path, capsys: pytest.CaptureFi
         assert row["paced_p95"] == row["paced"]["p50"] > 0
         assert row["psnr_db"] > 40
         assert row["state_mib"] > 0
+
+
+class Clock:
+    """Time that passes while somebody sleeps, in seconds; calls take none."""
+
+    def __init__(self) -> None:
+        self.now_s = 5.0
+        self.slept_s: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, span_s: float) -> None:
+        self.now_s += span_s
+        self.slept_s.append(span_s)
+
+
+@pytest.mark.parametrize("mode", [Mode.SINGLE_A1, Mode.PAIR])
+def test_paced_calls_come_when_their_latents_are_due(
+    mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = Geometry(height_px=32, width_px=64)
+    bench = Bench(random_vit(TINY, torch.device("cpu")), size, calls=1, dropped=0)
+    decoder = bench._decoder(Row(mode=mode, form=Form.PLAIN))
+    clock = Clock()
+    monkeypatch.setattr(decoders, "time", clock)
+    assert len(bench._spans_ms(decoder, 3, dropped=1, latent_s=0.25)) == 3
+    latents = 1 + decoder.lookahead_latents
+    assert clock.slept_s == [0.0, *[pytest.approx(0.25 * latents)] * 3]
+    decoder.close()
 
 
 def test_a_row_that_would_begin_too_late_is_named(capsys: pytest.CaptureFixture[str]) -> None:

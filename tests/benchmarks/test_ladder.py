@@ -16,13 +16,21 @@ from PIL import Image
 
 from benchmarks import climb as climbing
 from benchmarks import ladder
-from benchmarks.climb import DEFAULT_ROWS, PLAIN, LadderScenario, relative_error
+from benchmarks.climb import (
+    DEFAULT_ROWS,
+    PLAIN,
+    Climbed,
+    Grounds,
+    LadderScenario,
+    relative_error,
+)
 from benchmarks.floor import Floor
 from benchmarks.ladder import main
-from benchmarks.ladder_output import fp8_share, read_share
+from benchmarks.ladder_output import as_record, fp8_share, read_share
 from benchmarks.ladder_report import draw_pictures, ladder_section, read_ladders
 from benchmarks.peak import chunk_work, key_row_count, pass_work
 from benchmarks.plot import Bar, draw_waterfall
+from benchmarks.record import Spread, describe_machine
 from engine.config import EngineConfig, Geometry, preset
 from engine.errors import ConfigError
 from engine.parallel import Alone
@@ -295,6 +303,25 @@ def test_the_first_two_blocks_and_later_steps_read_all_keys():
     assert read_share(model, None, 2) == 1.0
     less_ms = FLOOR.chunk_ms(model) - FLOOR.chunk_ms(model, read_share=0.5)
     assert less_ms == pytest.approx(2.0 * 5, rel=0.01)
+
+
+def test_the_floor_of_a_sparse_row_is_that_of_its_own_steps():
+    scenario = LadderScenario(preset="h3_33b")
+    spread = Spread.of([500.0], unit="ms", dropped_count=0)
+    step = Climbed(
+        row=climbing.ROWS[-1],
+        config=EngineConfig(linear="bf16", attention="sparse", sparse_steps=1),
+        row_class="A", chunk=spread, denoise=spread, refresh=spread, errors={1: 0.0, 6: 0.0},
+        peak_gib=1.0, launches=None, attention={}, density=0.4, replay_count=0, load_s=0.0,
+        warm_up_s=0.0,
+    )  # fmt: skip
+    grounds = Grounds(
+        machine=describe_machine(torch.device("cpu")), dtype="bfloat16", world_size=1,
+        product_flops=1e12, fp8_product_flops=None, floor=FLOOR,
+    )  # fmt: skip
+    record, share = as_record(scenario, grounds, step), read_share(scenario.model, 0.4, 1)
+    assert record["row"] == "sparse"
+    assert record["floor_ms"] == round(FLOOR.chunk_ms(scenario.model, read_share=share), 3)
 
 
 def test_sparse_attention_that_reads_every_block_is_refused(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.session_speed import SessionScenario, main, overlap_ms
+from benchmarks.session_speed import (
+    SessionScenario,
+    Stages,
+    as_record,
+    main,
+    measure_row,
+    overlap_ms,
+)
 from engine.errors import ConfigError
 from engine.memory import Present
 from stream import plan_world
@@ -56,6 +64,17 @@ def test_parts_of_a_first_frame_add_up_to_it(capsys: pytest.CaptureFixture[str])
     line = json.loads(capsys.readouterr().out)["rows"][0]
     total = sum(part["p50"] for part in line["first_frame_parts"].values())
     assert total == pytest.approx(line["first_frame"]["p50"], abs=0.01)
+
+
+def test_a_record_says_how_sparse_attention_was_asked_for_where_it_served() -> None:
+    scenario = SessionScenario(preset="tiny", device="cpu", dtype="float32", chunks=1)
+    row = measure_row(scenario, "exact", Stages())
+    sparse = dataclasses.replace(row, name="sparse", density=0.41)
+    names = ("linear", "attention", "sparse_tau", "sparse_block", "sparse_steps", "density")
+    records = [as_record(scenario, each) for each in (row, sparse)]
+    assert [tuple(record[name] for name in names) for record in records] == [
+        ("bf16", "auto", None, None, None, None), ("fp8_mixed", "sparse", 1.0, 64, 2, 0.41),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
