@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.climb import ROW_NAMES
 from benchmarks.ladder_output import bars, captions
 from benchmarks.plot import save_waterfall
+from benchmarks.record import shown_ms
 
 RECORDS = Path(__file__).parent / "ladder.jsonl"
 _FOLDER = "benchmarks/pictures"
@@ -89,14 +90,10 @@ def _cell(record: dict[str, Any]) -> str:
     error = "0" if record["error"] == 0.0 else f"{record['error']:.1e}"
     # A row that its ladder's errors are against says nothing of itself.
     judged = "reference" if record["reference"] == record["row"] else f"{record['class']} {error}"
-    cell = f"**{record['dit_fps']:.1f}** {_ms(record['chunk_ms'])} {judged}"
+    cell = f"**{record['dit_fps']:.1f}** {shown_ms(record['chunk_ms'])} {judged}"
     # Only records of several ranks know one rank's time.
     speed_up = record.get("speed_up")
     return cell if speed_up is None else f"{cell}, {speed_up:.2f} x one GPU"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def picture_name(ladder: LadderRecords) -> str:

@@ -102,6 +102,11 @@ def parse_geometry(text: str) -> Geometry:
     return Geometry(width_px=int(match[1]), height_px=int(match[2]))
 
 
+def shown_ms(milliseconds: float) -> str:
+    """Milliseconds in a table: with a digit behind the point below 100."""
+    return f"{milliseconds:.1f}" if milliseconds < 100.0 else f"{milliseconds:.0f}"
+
+
 def size_name(size: Geometry) -> str:
     """WIDTHxHEIGHT."""
     return f"{size.width_px}x{size.height_px}"

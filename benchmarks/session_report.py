@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import latest_records
+from benchmarks.record import latest_records, shown_ms
 
 RECORDS = Path(__file__).parent / "session.jsonl"
 SWITCH_RECORDS = Path(__file__).parent / "switches.jsonl"
@@ -77,19 +77,15 @@ def _row(record: dict[str, Any]) -> str:
     cells = [
         f"{_title(record)}, {record['decoder']}",
         f"**{fps:.1f}**" + _missed(fps >= least, f"at least {least:g}"),
-        f"{_ms(chunk['p50'])} / {_ms(chunk['p95'])} ({chunk['n']})"
+        f"{shown_ms(chunk['p50'])} / {shown_ms(chunk['p95'])} ({chunk['n']})"
         + _missed(chunk["p50"] <= longest, f"at most {longest:g}"),
-        f"**{_ms(first['p50'])}** / {_ms(first['p95'])} ms"
+        f"**{shown_ms(first['p50'])}** / {shown_ms(first['p95'])} ms"
         + _missed(first["p50"] <= most, f"at most {most:g}"),
-        f"{_ms(overlap['p50'])} ms",
+        f"{shown_ms(overlap['p50'])} ms",
         _memory(memory, record["preset"] == PLANNED_PRESET),
         record["commit"],
     ]
     return "| " + " | ".join(cells) + " |"
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:.0f}" if milliseconds >= 100.0 else f"{milliseconds:.1f}"
 
 
 def _memory(memory: dict[str, Any], is_bound: bool) -> str:
@@ -113,7 +109,7 @@ def _parts(record: dict[str, Any]) -> str:
     denoise = [ms for name, ms in parts.items() if name.startswith("denoise_")]
     cells = [
         _title(record),
-        " + ".join(map(_ms, denoise)),
+        " + ".join(map(shown_ms, denoise)),
         f"{parts['camera_and_draws']:.1f}",
         f"{parts['decode_first_frames']:.1f}",
         f"{parts['host']:.1f}",
