@@ -12,10 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint.folder import save_model
+from engine.config import preset
 from engine.memory import Present
 from engine.text import WordEncoder
+from stream import doctor_machine
 from stream.cli import main
 from stream.doctor import Question, Report, examine
+from stream.doctor_machine import backend_findings
 from stream.findings import Finding, Health
 from stream.settings import load_settings
 from stream.weight_folder import Role
@@ -54,6 +57,29 @@ def test_a_bare_machine_can_serve_the_small_world() -> None:
     assert report.licence == ""
     files = _found(report, "files")
     assert {files[role].health for role in (Role.TRANSFORMER, Role.DECODER)} == {Health.OK}
+
+
+def _products(device: str) -> list[tuple[str, Health, str]]:
+    found = backend_findings(torch.device(device), preset("h3_33b").model)
+    return [(each.name, each.health, each.detail) for each in found if "FP8" in each.name]
+
+
+def test_what_multiplies_in_eight_bits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _products("cpu") == [
+        ("FP8 products", Health.NOTE, "need CUDA of capability 8.9 or more"),
+        ("FP8 products in blocks", Health.NOTE, "need CUDA"),
+    ]
+    present = Present(device_gib=80.0, is_cuda=True, has_fp8=True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(doctor_machine, "backends", dict)
+    monkeypatch.setattr(doctor_machine, "likely_dtype", lambda device: "bfloat16")
+    monkeypatch.setattr(doctor_machine, "present_memory", lambda device: present)
+    for reason in (None, "it is no Hopper"):
+        monkeypatch.setattr(doctor_machine, "blocks_refusal", lambda device, told=reason: told)
+        health = Health.OK if reason is None else Health.NOTE
+        assert _products("cuda") == [
+            ("FP8 products", Health.OK, ""), ("FP8 products in blocks", health, reason or ""),
+        ]  # fmt: skip
 
 
 def test_a_bare_machine_is_told_all_that_the_large_model_lacks() -> None:
