@@ -65,6 +65,13 @@ def test_a_call_is_held_against_what_bounds_it(name, given, kind, least_us):
     assert RATES.bound(op, case, given) == (kind, pytest.approx(least_us))
 
 
+def test_traffic_of_what_is_beside_the_table():
+    op, (case, *_) = _full("dense")
+    assert op.bytes_moved(case) == 56 * 128 * 2 * 2 * (1950 + 13650)
+    # 214 blocks of 64 keys by 16 tiles of 128 queries: a byte and a number of four for each.
+    assert all_rows()["route"].bytes_moved(case) == 56 * (128 * 2 * (1950 + 214) + 5 * 214 * 16)
+
+
 def test_products_of_sparse_attention_are_those_of_the_blocks_that_are_read():
     op = OPS["sparse_attend"]
     case = next(case for case in op.cases if not case.is_full)

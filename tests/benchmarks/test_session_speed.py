@@ -104,7 +104,8 @@ def test_what_cannot_be_measured_is_refused(changes: dict[str, object], message:
 
 
 @pytest.mark.parametrize(("row", "linear"), [
-    ("exact", "bf16"), ("A", "fp8_rowwise"), ("mixed", "fp8_mixed"), ("sparse", "fp8_mixed"),
+    ("exact", "bf16"), ("A", "fp8_rowwise"), ("mixed", "fp8_mixed"), ("block", "fp8_block"),
+    ("sparse", "fp8_mixed"),
 ])  # fmt: skip
 def test_an_h200_holds_the_large_size_with_nothing_given_up(
     row: str, linear: str, monkeypatch: pytest.MonkeyPatch

@@ -218,15 +218,24 @@ def test_the_share_that_is_read_is_known_and_taken_once(model):
     assert plan.dense.names["video"] == "sdpa"
 
 
-def test_passes_that_read_everything_do_not_count_to_the_share(model):
+def test_passes_that_read_everything_neither_count_to_the_share_nor_summarize(model, monkeypatch):
     plan = _plan()
     core = RolloutCore(model, attention=plan)
     state, views = core.begin(random_prefix(CONFIG, 1)), walk_views(CONFIG, 2)
     core.refresh(state, chunk_noise(CONFIG, 0)[0], views[:, :5])
     core.open_chunk(state, views[:, 5:10])
-    core.velocity(state, chunk_noise(CONFIG, 1)[0], 2)
+    renewed, renew = [], KeySummary.renew
+    monkeypatch.setattr(
+        KeySummary, "renew", lambda self, *given: renewed.append(step) or renew(self, *given)
+    )
+    for step in (2, 3):
+        core.velocity(state, chunk_noise(CONFIG, 1)[0], step)
     assert plan.sparse is not None
     assert plan.sparse.take_density() == 0.0
+    assert renewed == []
+    for step in (1, 2):
+        core.velocity(state, chunk_noise(CONFIG, 1)[0], step)
+    assert set(renewed) == {1}
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.99, 1.0])
