@@ -218,9 +218,12 @@ def test_the_share_that_is_read_is_known_and_taken_once(model):
     assert plan.dense.names["video"] == "sdpa"
 
 
-def test_passes_that_read_everything_neither_count_to_the_share_nor_summarize(model, monkeypatch):
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+def test_passes_that_read_everything_neither_count_to_the_share_nor_summarize(
+    model, has_prefix_cache, monkeypatch
+):
     plan = _plan()
-    core = RolloutCore(model, attention=plan)
+    core = RolloutCore(model, CoreOptions(prefix_cache=has_prefix_cache), attention=plan)
     state, views = core.begin(random_prefix(CONFIG, 1)), walk_views(CONFIG, 2)
     core.refresh(state, chunk_noise(CONFIG, 0)[0], views[:, :5])
     core.open_chunk(state, views[:, 5:10])
