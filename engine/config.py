@@ -25,6 +25,7 @@ BackendName = Literal[
 AttentionName = Literal[BackendName, "sparse"]
 """A backend for all groups of rows, or "sparse" for the chunk's rows over what is chosen else."""
 CompileChoice = Literal["auto", "off", "blocks", "full"]
+GraphChoice = Literal[True, False, "auto", "strict"]
 KernelChoice = Literal["auto", "off", "eager", "fast"]
 LoraChoice = Literal["auto", "merged", "separate", "fused"]
 QkvChoice = Literal["auto", "interleaved", "stacked"]
@@ -316,8 +317,10 @@ class EngineConfig:
     is_long_lived: bool = False
     """Whether it runs for so long that half a minute of compilation pays: beside a browser on two
     cores a chunk of the small model then takes a tenth less."""
-    graphs: bool | Literal["auto"] = "auto"
-    """Record passes as CUDA graphs and replay them. The same bits. "auto": on CUDA."""
+    graphs: GraphChoice = "auto"
+    """Record passes as CUDA graphs and replay them. The same bits. "auto": on CUDA. A pass that
+    cannot be recorded runs plainly and says so; "strict" raises there, and compares the addresses
+    of its inputs with the recorded ones at every copy."""
     attention: AttentionName = "auto"
     """Attention over the window. "auto" measures the backends of this machine once, and keeps the
     choice, because a trace is made again with the same bits only by the same backend. "sparse" is
@@ -372,7 +375,7 @@ class EngineConfig:
             )
         for name, choices in (
             ("compile", CompileChoice), ("attention", AttentionName), ("kernels", KernelChoice),
-            ("graphs", Literal[True, False, "auto"]), ("free_adaln", Literal[True, False, "auto"]),
+            ("graphs", GraphChoice), ("free_adaln", Literal[True, False, "auto"]),
             ("qkv_layout", QkvChoice), ("lora_mode", LoraChoice),
             ("dtype", Literal["auto", "float32", "bfloat16"]),
         ):  # fmt: skip
@@ -407,7 +410,7 @@ class EngineConfig:
             )
         if not self.has_shortcuts:
             for name, is_asked in (
-                ("compile", self.compile == "full"), ("graphs", self.graphs is True),
+                ("compile", self.compile == "full"), ("graphs", self.records_passes),
                 ("kernels", self.kernels in ("eager", "fast")),
                 ("free_adaln", self.free_adaln is True),
             ):  # fmt: skip
@@ -421,6 +424,11 @@ class EngineConfig:
     def has_shortcuts(self) -> bool:
         """Whether a pass is over the chunk's rows alone, with everything else at hand."""
         return self.prefix_cache and self.adaln_tables and self.packed_history
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether graphs are asked for by name, or resolved to be."""
+        return self.graphs in (True, "strict")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -184,7 +184,7 @@ class Engine:
         )
         windows = self.model_config.window_chunks
         # The steady window comes once more: its passes are recorded then.
-        total = windows + (1 if self.config.graphs is True else 0)
+        total = windows + (1 if self.config.records_passes else 0)
         for done in range(total):
             self.step(rollout, Action.still())
             label = f"window of {min(done + 1, windows)} chunks"

@@ -134,6 +134,7 @@ class ChunkPasses:
         self._dtype = model.dtype
         self._is_compiled = is_compiled
         self.runner = runner
+        self._is_strict = runner is not None and runner.is_strict
         dense = plan.dense
 
         def sparse_denoise(inputs: ChunkInputs) -> Tensor | None:
@@ -228,7 +229,9 @@ class ChunkPasses:
         """Copy what changes to where the graphs read it: rows and step each time, cameras once."""
         batch_size, placement = rows_BRC.shape[0], cache.placement
         if batch_size not in self._inputs:
-            self._inputs[batch_size] = _static_buffers(rows_BRC, step_1, placement)
+            self._inputs[batch_size] = _static_buffers(
+                rows_BRC, step_1, placement, check_addresses=self._is_strict
+            )
         buffers, static_placement = self._inputs[batch_size]
         buffers.copy_in(rows=rows_BRC, step=step_1)
         if self._placed.get(batch_size) is not placement:
@@ -264,7 +267,7 @@ def _key(cache: PackedCache, batch: int, dtype: torch.dtype, phase: Phase, slot:
 
 
 def _static_buffers(
-    rows_BRC: Tensor, step_1: Tensor, placement: Placement
+    rows_BRC: Tensor, step_1: Tensor, placement: Placement, *, check_addresses: bool
 ) -> tuple[StaticBuffers, Placement]:
     """Buffers shaped like these, and the placement that reads them."""
     camera = placement.camera
@@ -274,7 +277,8 @@ def _static_buffers(
     }  # fmt: skip
     buffers = StaticBuffers(
         {name: torch.empty(value.shape, dtype=value.dtype, device=value.device)
-         for name, value in like.items()}
+         for name, value in like.items()},
+        check_addresses=check_addresses,
     )  # fmt: skip
     static = Placement(
         cos_RK=buffers["cos"],

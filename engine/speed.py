@@ -57,7 +57,7 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
     """
     is_cuda = device.type == "cuda"
     wants_kernels = config.kernels in ("eager", "fast")
-    for name, is_asked in (("graphs", config.graphs is True), ("kernels", wants_kernels)):
+    for name, is_asked in (("graphs", config.records_passes), ("kernels", wants_kernels)):
         if is_asked and not is_cuda:
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r} on {device}; allowed there: "
@@ -146,15 +146,16 @@ def speed_parts(
         ops=ops,
         block_ops=block_ops,
         is_compiled=config.compile == "full",
-        runner=GraphRunner(CudaCapture(device), _limits(config)) if config.graphs is True else None,
+        runner=GraphRunner(CudaCapture(device), _limits(config)) if config.records_passes else None,
     )
 
 
 def _limits(config: EngineConfig) -> RunnerLimits:
     """As by default, but for a chunk of three passes instead of two."""
+    is_strict = config.graphs == "strict"
     if config.attention != "sparse":
-        return RunnerLimits()
-    return RunnerLimits(captures_per_turn=3, max_entries=48)
+        return RunnerLimits(is_strict=is_strict)
+    return RunnerLimits(captures_per_turn=3, max_entries=48, is_strict=is_strict)
 
 
 def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) -> AttentionPlan:

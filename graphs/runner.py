@@ -105,6 +105,11 @@ class GraphRunner:
         """Memory of all recordings."""
         return sum(entry.size_bytes for entry in self._entries.values())
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether a pass that cannot be recorded raises."""
+        return self._limits.is_strict
+
     def allow(self, keys: Iterable[GraphKey]) -> None:
         """List keys that may be recorded."""
         self._allowed.update(keys)

@@ -16,6 +16,7 @@ from engine.config import (
     SPARSE_STEPS,
     AttentionName,
     EngineConfig,
+    GraphChoice,
     KernelChoice,
     LoraChoice,
     preset,
@@ -24,6 +25,7 @@ from engine.errors import ConfigError
 from stream.jobs import File, Text
 
 EXIT_OK = 0
+_GRAPHS: dict[str, GraphChoice] = {"auto": "auto", "on": True, "off": False, "strict": "strict"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,8 @@ class BenchEngine:
     """Of the transformer blocks and the decoder."""
     compile: Literal["auto", "off", "blocks", "full"] = "auto"
     """Compile the blocks, or the whole pass; auto: the whole pass on CUDA."""
-    graphs: Literal["auto", "on", "off"] = "auto"
-    """Replay passes as CUDA graphs."""
+    graphs: Literal["auto", "on", "off", "strict"] = "auto"
+    """Replay passes as CUDA graphs; strict fails where one cannot be recorded."""
     attention: AttentionName = "auto"
     """Backend of the attention over the window, or sparse, which is an approximation."""
     sparse_tau: float = 1.0
@@ -98,7 +100,7 @@ class BenchEngine:
                 device=self.device,
                 dtype=self.dtype,
                 compile=self.compile,
-                graphs="auto" if self.graphs == "auto" else self.graphs == "on",
+                graphs=_GRAPHS[self.graphs],
                 attention=self.attention,
                 sparse_tau=self.sparse_tau,
                 sparse_block=self.sparse_block,

@@ -117,7 +117,7 @@ def test_ranks_are_measured_against_one_of_them(tmp_path):
     assert packed["speed_up"] == pytest.approx(
         packed["one_rank_chunk_ms"] / packed["chunk_ms"], abs=1e-3
     )
-    assert "graphs is True on cpu" in graphs["reason"]
+    assert "graphs is 'strict' on cpu" in graphs["reason"]
 
 
 def test_a_rank_that_fails_ends_the_others(tmp_path):
@@ -142,7 +142,7 @@ ladder.main({TINY!r} + ["--rows", "packed", "--reference", "packed"])
 def test_rows_that_need_cuda_say_so(climbed):
     _, whole, lines = climbed
     reasons = {row["row"]: row["reason"] for row in whole["rows"][3:]}
-    assert "graphs is True on cpu" in reasons["graphs"]
+    assert "graphs is 'strict' on cpu" in reasons["graphs"]
     assert "kernels is 'fast' on cpu" in reasons["kernels"]
     assert sum("not run: " in line for line in lines) == 2
 

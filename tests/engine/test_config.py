@@ -103,13 +103,14 @@ def test_bad_devices_are_refused(device):
     ("changes", "message"),
     [
         ({"compile": "fast"}, "compile is 'fast'; allowed: 'auto', 'off', 'blocks', 'full'"),
-        ({"graphs": "on"}, "graphs is 'on'; allowed: True, False, 'auto'"),
+        ({"graphs": "on"}, "graphs is 'on'; allowed: True, False, 'auto', 'strict'"),
         ({"attention": "xformers"}, "attention is 'xformers'; allowed: 'auto', 'sdpa', 'cudnn'"),
         ({"kernels": "on"}, "kernels is 'on'; allowed: 'auto', 'off', 'eager', 'fast'"),
         ({"linear": "int4"}, "linear is 'int4'; allowed: 'auto', 'bf16', 'fp8_rowwise'"),
         ({"free_adaln": "no"}, "free_adaln is 'no'; allowed: True, False, 'auto'"),
         ({"compile": "full", "prefix_cache": False}, "compile is 'full'; allowed with prefix_c"),
         ({"graphs": True, "packed_history": False}, "graphs is True; allowed with prefix_cache"),
+        ({"graphs": "strict", "prefix_cache": False}, "graphs is 'strict'; allowed with prefix_"),
         ({"kernels": "fast", "adaln_tables": False}, "kernels is 'fast'; allowed with prefix_c"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -167,6 +169,18 @@ def test_whole_passes_need_every_shortcut(name):
             CoreOptions(**{name: False}),
             runner=GraphRunner(TapeCapture()),
         )
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_strict_passes_see_inputs_that_moved(is_strict):
+    runner = GraphRunner(TapeCapture(), RunnerLimits(is_strict=is_strict))
+    core = RolloutCore(tiny_model(CONFIG), runner=runner)
+    state, views = core.begin(random_prefix(CONFIG)), walk_views(CONFIG, 2)
+    _chunk(core, state, 0, views)
+    (buffers, _) = core._passes._inputs[1]
+    buffers["rows"].data = torch.empty_like(buffers["rows"])
+    with pytest.raises(RuntimeError, match="rows: moved from") if is_strict else nullcontext():
+        _chunk(core, state, 1, views)
 
 
 def test_close_gives_recordings_up_before_the_weights():

@@ -36,6 +36,7 @@ def _resolved(config: EngineConfig, device: torch.device) -> tuple[str, object, 
         (CUDA, {"prefix_cache": False}, ("off", False, "off")),
         (CUDA, {"compile": "blocks"}, ("blocks", True, "off")),
         (CUDA, {"graphs": False}, ("off", False, "fast")),
+        (CUDA, {"graphs": "strict"}, ("off", "strict", "fast")),
         (CUDA, {"kernels": "off"}, ("full", True, "off")),
         (CUDA, {"kernels": "eager"}, ("off", True, "eager")),
         (CPU, {"compile": "full"}, ("full", False, "off")),
@@ -49,6 +50,7 @@ def _resolved(config: EngineConfig, device: torch.device) -> tuple[str, object, 
         "no-shortcut",
         "blocks",
         "no-graphs",
+        "strict-graphs",
         "plain",
         "eager",
         "cpu-full",
@@ -82,6 +84,7 @@ def test_a_compiler_that_fails_gives_its_reason(monkeypatch, tmp_path):
     ("changes", "message"),
     [
         ({"graphs": True}, "graphs is True on cpu; allowed there: False"),
+        ({"graphs": "strict"}, "graphs is 'strict' on cpu; allowed there: False"),
         ({"kernels": "fast"}, "kernels is 'fast' on cpu; allowed there: 'off'"),
     ],
 )
@@ -141,6 +144,17 @@ def test_all_kinds_of_passes_of_a_chunk_are_recorded_in_one_go(monkeypatch, atte
         for key in keys:
             runner.run(key, lambda: fixed[0] + 1, fixed)
     assert (runner.counts.plain, runner.counts.captures) == (len(phases), len(phases))
+
+
+@pytest.mark.parametrize(("graphs", "is_strict"), [(True, False), ("strict", True)])
+@pytest.mark.parametrize("attention", ["auto", "sparse"])
+def test_strict_graphs_are_the_runners(monkeypatch, graphs, is_strict, attention):
+    monkeypatch.setattr(speed, "CudaCapture", lambda device: TapeCapture())
+    model = unpacked_model(dataclasses.replace(narrow_config(), num_layers=3))
+    config = EngineConfig(graphs=graphs, compile="off", kernels="off", attention=attention)
+    runner = speed_parts(model, config).runner
+    assert runner is not None
+    assert runner.is_strict is is_strict
 
 
 def test_the_engine_tells_its_graphs():
