@@ -6,7 +6,7 @@ the one above it is the pale rest of the bar.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,9 @@ def draw_waterfall(bars: Sequence[Bar], *, title: str, caption: str) -> Image.Im
     draw = ImageDraw.Draw(image)
     large, plain, small = (ImageFont.load_default(size) for size in (24, 17, 14))
     draw.text((_MARGIN_PX, _MARGIN_PX), title, fill=_INK, font=large)
-    draw.text((_MARGIN_PX, _MARGIN_PX + 36), caption, fill=_PALE, font=small)
+    room_px = _WIDTH_PX - 2 * _MARGIN_PX
+    told = wrapped(caption, lambda line: draw.textlength(line, font=small) <= room_px)
+    draw.multiline_text((_MARGIN_PX, _MARGIN_PX + 32), told, fill=_PALE, font=small)
     left_px = _MARGIN_PX + _LABEL_PX
     scale = (_WIDTH_PX - left_px - _MARGIN_PX - _VALUE_PX) / max(bar.chunk_ms for bar in bars)
     first_ms = above_ms = bars[0].chunk_ms
@@ -63,6 +65,18 @@ def draw_waterfall(bars: Sequence[Bar], *, title: str, caption: str) -> Image.Im
         draw.text((left_px + 22, top_px - 1), CLASS_WORDS[name], fill=_PALE, font=small)
         left_px += 200
     return image
+
+
+def wrapped(words: str, fits: Callable[[str], bool]) -> str:
+    """Break a line between words, each as late as it fits."""
+    lines = [""]
+    for word in words.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and not fits(longer):
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return "\n".join(lines)
 
 
 def save_waterfall(path: Path, bars: Sequence[Bar], *, title: str, caption: str) -> None:
