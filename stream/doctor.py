@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import size_name
+from engine.checkpoint.adapter_files import PICKLE_SUFFIX as ADAPTER_SUFFIX
 from engine.checkpoint.folder import read_config
 from engine.config import EngineConfig, Geometry, ModelConfig, preset
 from engine.device import present_memory, resolve_device
@@ -31,6 +32,7 @@ from stream.doctor_machine import (
 from stream.findings import Finding, Health, findings_of
 from stream.plan_world import plan_world
 from stream.settings import ServerSettings
+from stream.weight_checks import describe_network
 from stream.weight_folder import Role, WeightFolder, look_through
 from stream.weight_sources import LICENCE_NOTE, sources_of
 from stream.world_spec import WorldSpec
@@ -138,7 +140,7 @@ def examine(question: Question, settings: ServerSettings) -> Report:
     except CheckpointError as error:
         folder = None
         findings.append(findings_of("files")("weights", Health.MISSING, str(error)))
-    findings += _files(spec, folder)
+    findings += _files(spec, folder, found.model)
     findings += _adapter(question.lora, folder, found.model)
     present = present_memory(device)
     sizes = tuple(_planned(each, folder, present) for each in specs)
@@ -155,7 +157,7 @@ def examine(question: Question, settings: ServerSettings) -> Report:
     )
 
 
-def _files(spec: WorldSpec, folder: WeightFolder | None) -> Iterator[Finding]:
+def _files(spec: WorldSpec, folder: WeightFolder | None, model: ModelConfig) -> Iterator[Finding]:
     make = findings_of("files")
     needed = sources_of(spec.preset)
     if spec.weights == "random":
@@ -165,10 +167,14 @@ def _files(spec: WorldSpec, folder: WeightFolder | None) -> Iterator[Finding]:
         yield make("folder", Health.OK, str(folder.path))
         for role, places in folder.places.items():
             if places:
-                names = ", ".join(str(each.relative_to(folder.path)) for each in places)
-                yield make(role, Health.OK, names)
+                yield _network(role, folder, model, spec)
         for file in folder.unknown:
             yield make("unknown", Health.NOTE, f"{file.relative_to(folder.path)}")
+        for file in folder.pickles:
+            detail = "not looked into, because reading it may run code; expected safetensors"
+            if file.suffix == ADAPTER_SUFFIX:
+                detail += "; of an adapter, --lora takes it for its tensors alone"
+            yield make("pickle", Health.NOTE, f"{file.relative_to(folder.path)}: {detail}")
     for source in needed:
         if folder is not None and folder.places[source.role]:
             continue
@@ -179,6 +185,17 @@ def _files(spec: WorldSpec, folder: WeightFolder | None) -> Iterator[Finding]:
             f"not there ({source.size_gb:.1f} GB); public: {source.repository}. Without it: "
             f"{source.without}",
         )
+
+
+def _network(role: Role, folder: WeightFolder, model: ModelConfig, spec: WorldSpec) -> Finding:
+    """Whether what lies there for a role is whole."""
+    make = findings_of("files")
+    try:
+        detail = describe_network(role, folder, model, spec.engine)
+    except (WorldStreamError, OSError) as error:
+        return make(role, Health.MISSING, str(error))
+    names = ", ".join(str(each.relative_to(folder.path)) for each in folder.places[role])
+    return make(role, Health.OK, f"{names}: {detail}" if detail else names)
 
 
 def _adapter(

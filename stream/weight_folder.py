@@ -24,6 +24,8 @@ from pathlib import Path
 from engine.errors import CheckpointError
 
 DEPTH = 3
+_NAMED = 3
+"""Files that an error names; more are counted."""
 
 
 class Role(StrEnum):
@@ -45,6 +47,8 @@ class WeightFolder:
     places: Mapping[Role, tuple[Path, ...]]
     unknown: tuple[Path, ...]
     """Files of which nobody here knows what they are."""
+    pickles: tuple[Path, ...] = ()
+    """Files that may run code when they are read, so that nobody looks into them."""
 
     def find(self, role: Role) -> Path | None:
         """Return the place for a role, None where there is none.
@@ -70,8 +74,15 @@ class WeightFolder:
             there = ", ".join(role for role, places in self.places.items() if places)
             raise CheckpointError(
                 f"weights: {self.path} has no {role}; found: {there or 'no known network'}"
+                f"{self._pickled()}"
             )
         return found
+
+    def _pickled(self) -> str:
+        if not self.pickles:
+            return ""
+        names = ", ".join(str(each.relative_to(self.path)) for each in self.pickles[:_NAMED])
+        return f", and {len(self.pickles)} pickles ({names}); expected safetensors"
 
     def decoder(self, mode: str | None) -> Path | None:
         """Return the place of the decoder that is wanted most, or that has a mode.
@@ -104,13 +115,15 @@ def look_through(path: Path) -> WeightFolder:
 
     Raises: CheckpointError where it is no folder, or a file in it is damaged.
     """
-    from engine.checkpoint.shards import read_shard
+    from engine.checkpoint.shards import PICKLE_SUFFIXES, read_shard
 
     if not path.is_dir():
         raise CheckpointError(f"weights: {path} is no folder")
     places: dict[Role, list[Path]] = {role: [] for role in Role}
     unknown: list[Path] = []
+    pickles: list[Path] = []
     for folder in _folders(path, DEPTH):
+        pickles += sorted(each for each in folder.iterdir() if each.suffix in PICKLE_SUFFIXES)
         files = sorted(folder.glob("*.safetensors"))
         names = {file: frozenset(read_shard(file).records) for file in files}
         if not names:
@@ -134,6 +147,7 @@ def look_through(path: Path) -> WeightFolder:
         path=path,
         places={role: tuple(found) for role, found in places.items()},
         unknown=tuple(unknown),
+        pickles=tuple(pickles),
     )
 
 

@@ -41,7 +41,7 @@ class LoadedWorlds:
         from stream.worlds import ModelCache
 
         self._spec = spec
-        self._models = ModelCache(news)
+        self._models = ModelCache(news, is_played=True)
 
     def open(self, start: Start) -> World:
         """Open a world; the first call loads the weights."""

@@ -20,6 +20,7 @@ from stream.load_news import LoadNews
 from stream.plan_world import plan_world
 from stream.renderer import RendererWorld, scene_prompt
 from stream.session import ModelWorld, World
+from stream.weight_checks import check_codec
 from stream.weight_folder import Role, WeightFolder, look_through
 from stream.world_spec import Start, WorldSpec
 
@@ -57,10 +58,13 @@ class ModelCache:
 
     Args:
         news: hears of the loading.
+        is_played: worlds are for play: without a decoder, or with one whose pictures wait for the
+            next chunk, nothing is loaded.
     """
 
-    def __init__(self, news: LoadNews | None = None) -> None:
+    def __init__(self, news: LoadNews | None = None, *, is_played: bool = False) -> None:
         self._news = news or LoadNews()
+        self._is_played = is_played
         self._spec: WorldSpec | None = None
         self._models: Models | None = None
 
@@ -108,7 +112,8 @@ class ModelCache:
         if self._models is not None and spec == self._spec:
             return self._models
         self.close()
-        self._models, self._spec = load_models(spec, self._news), spec
+        self._models = load_models(spec, self._news, is_played=self._is_played)
+        self._spec = spec
         return self._models
 
     def close(self) -> None:
@@ -118,14 +123,17 @@ class ModelCache:
         self._models = self._spec = None
 
 
-def load_models(spec: WorldSpec, news: LoadNews | None = None) -> Models:
-    """Load engine, picture encoder and decoder, once the memory plan fits.
+def load_models(
+    spec: WorldSpec, news: LoadNews | None = None, *, is_played: bool = False
+) -> Models:
+    """Load engine, picture encoder and decoder, once their files are whole and memory suffices.
 
     With random weights the codec is random too, of the preset's kind. Without a decoder among the
     weights there are latents only.
 
     Raises:
         CheckpointError: weights are missing, damaged or made for another picture size.
+        UnsupportedError: nobody can play with the decoder, as `is_played` asks for.
         DeviceError: the device or its memory does not suffice.
     """
     from engine.engine import Engine
@@ -138,6 +146,8 @@ def load_models(spec: WorldSpec, news: LoadNews | None = None) -> Models:
         if path is None:
             raise CheckpointError(f"weights: none ship with {spec.preset}; allowed: a folder")
         folder = look_through(path)
+        folder.need(Role.TRANSFORMER)
+        check_codec(folder, spec.decoder_mode, is_played=is_played)
     device = resolve_device(spec.engine.device)
     present = present_memory(device, shared_by=spec.world_count)
     planned = plan_world(spec, folder, present)
@@ -207,14 +217,15 @@ def _encoder(folder: WeightFolder | None, spec: WorldSpec, engine: Engine) -> Im
     """Picture encoder of a folder of weights, or a random one; in fp32: a picture is encoded once.
 
     Raises:
-        CheckpointError: the folder has none.
+        CheckpointError: its files are damaged.
     """
     from vae_stream.encoder import open_encoder
     from vae_stream.random_codec import random_encoder
 
     if folder is None:
         return random_encoder(preset(spec.preset).codec, device=engine.device)
-    place = folder.picture_encoder() or folder.need(Role.PICTURE_ENCODER)
+    place = folder.picture_encoder()
+    assert place is not None, "checked before anything was loaded"
     try:
         return open_encoder(place, device=engine.device)
     except (OSError, ValueError) as error:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vae_stream.geometry import SPATIAL_RATIO
-from vae_stream.h3_encoder import is_h3_encoder, load_h3_encoder
+from vae_stream.h3_encoder import check_h3_encoder, is_h3_encoder, load_h3_encoder
 from vae_stream.pixels import from_uint8
-from vae_stream.taeh3 import is_taeh3, load_taeh3
-from vae_stream.taehv import TinyVae
+from vae_stream.taeh3 import empty_taeh3, is_taeh3, load_taeh3
+from vae_stream.taehv import TinyVae, check_tiny_vae
 from vae_stream.weight_files import WeightFiles
 
 _TINY_MARK = "encoder.stem.weight"
@@ -108,7 +108,30 @@ def open_encoder(
         return ImageEncoder(load_taeh3(files, dtype=dtype, device=device))
     if _TINY_MARK in files.shapes:
         return ImageEncoder(TinyVae.from_pretrained(folder, dtype=dtype, device=device))
-    raise ValueError(
-        f"{folder}: tensors of no known encoder (such as {', '.join(sorted(files.shapes)[:3])}); "
-        "allowed: H3 video autoencoder, TAEH3, tiny VAE"
+    raise _unknown(files)
+
+
+def check_encoder(folder: str | Path) -> str:
+    """Check by the heads of files that an encoder is whole; return its network, for people.
+
+    Raises:
+        ValueError, FileNotFoundError: as `open_encoder`.
+    """
+    files = WeightFiles(folder)
+    if is_h3_encoder(files.shapes):
+        check_h3_encoder(files)
+        return "H3 video autoencoder"
+    if is_taeh3(files.shapes):
+        empty_taeh3(files)
+        return "TAEH3"
+    if _TINY_MARK in files.shapes:
+        check_tiny_vae(files.source)
+        return "tiny VAE"
+    raise _unknown(files)
+
+
+def _unknown(files: WeightFiles) -> ValueError:
+    return ValueError(
+        f"{files.source}: tensors of no known encoder (such as "
+        f"{', '.join(sorted(files.shapes)[:3])}); allowed: H3 video autoencoder, TAEH3, tiny VAE"
     )

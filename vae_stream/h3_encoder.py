@@ -27,7 +27,7 @@ from vae_stream.pixels import to_imagenet
 from vae_stream.tiling import Tiling, plan_tiles
 from vae_stream.vit import H3_LATENTS_MEAN, H3_LATENTS_STD, exact_convolutions
 from vae_stream.vit_weights import ENCODER_PARTS, latent_statistics, read_settings
-from vae_stream.weight_files import WeightFiles, copy_tensor
+from vae_stream.weight_files import WeightFiles
 
 POSTERIOR_SEED = 42
 """Of the draw for a conditioning picture, whatever the session's seed."""
@@ -226,6 +226,7 @@ def is_h3_encoder(names: Container[str]) -> bool:
     return "encoder.conv_in.weight" in names and "quant_conv.weight" in names
 
 
+@torch.no_grad()
 def load_h3_encoder(
     files: WeightFiles,
     *,
@@ -236,22 +237,34 @@ def load_h3_encoder(
     """Read the encoder from the weights of the whole autoencoder, or of itself alone.
 
     Raises:
-        ValueError: a tensor is missing, left over or of another shape.
+        ValueError: as `check_h3_encoder`, before there is memory for any weight; or a file is
+            damaged.
     """
-    stored = {_our_name(name): name for name in files.shapes if name.startswith(ENCODER_PARTS)}
+    config, stored = check_h3_encoder(files)
     with torch.device("meta"):
-        network = H3Encoder(_config(files, stored), tiling=tiling, posterior=posterior)
+        network = H3Encoder(config, tiling=tiling, posterior=posterior)
     network = network.to_empty(device=device)
     network.reset_statistics()
-    parameters = dict(network.named_parameters())
-    files.check_names(
-        (stored.get(name, name) for name in parameters),
+    for name, parameter in network.named_parameters():
+        parameter.copy_(files.read(stored[name]))
+    return network.eval().requires_grad_(False)
+
+
+def check_h3_encoder(files: WeightFiles) -> tuple[H3EncoderConfig, dict[str, str]]:
+    """Return the sizes of the encoder in `files`, and stored names by ours; heads alone are read.
+
+    Raises:
+        ValueError: a tensor is missing, left over, of another shape or dtype.
+    """
+    stored = {_our_name(name): name for name in files.shapes if name.startswith(ENCODER_PARTS)}
+    config = _config(files, stored)
+    with torch.device("meta"):
+        parameters = dict(H3Encoder(config).named_parameters())
+    files.check(
+        {stored.get(name, name): tuple(each.shape) for name, each in parameters.items()},
         ignored=[name for name in files.shapes if not name.startswith(ENCODER_PARTS)],
     )
-    for name, parameter in parameters.items():
-        source = stored[name]
-        copy_tensor(parameter, files.read(source), name=source, file=files.file_of(source))
-    return network.eval().requires_grad_(False)
+    return config, stored
 
 
 def _config(files: WeightFiles, stored: Mapping[str, str]) -> H3EncoderConfig:

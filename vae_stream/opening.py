@@ -1,7 +1,7 @@
 """Choice of the decoder that a folder of weights is made for.
 
 Owns the marks by which tensors tell a network; file names say nothing. Invariant: what a folder
-holds is known from the heads of its files, before any tensor is read.
+holds, and whether it is whole, is known from the heads of its files, before any tensor is read.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import torch
 
 from graphs.compile import CompileMode
 from vae_stream.causal_vit import CausalVitDecoder, Mode
+from vae_stream.causal_vit.modes import lookahead_of as causal_lookahead
 from vae_stream.decoder import StreamingDecoder
 from vae_stream.recorded import decode_runner
-from vae_stream.taeh3 import load_taeh3
+from vae_stream.taeh3 import empty_taeh3, load_taeh3
+from vae_stream.taehv import check_tiny_vae
 from vae_stream.tiny_decoder import TinyDecoder
-from vae_stream.vit_weights import load_vit
+from vae_stream.vit_weights import empty_vit, load_vit
 from vae_stream.weight_files import WeightFiles
 from vae_stream.windowed import MODES, WindowedDecoder
+from vae_stream.windowed import lookahead_of as windowed_lookahead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,16 @@ class DecoderRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderKind:
+    """What would be opened."""
+
+    network: str
+    mode: str
+    lookahead_latents: int
+    """As of the decoder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Network:
     name: str
     marks: tuple[str, ...]
@@ -44,6 +57,10 @@ class _Network:
     modes: tuple[str, ...]
     """The first is the default."""
     open: Callable[[DecoderRequest], StreamingDecoder]
+    check: Callable[[WeightFiles], object]
+    """Raises ValueError where the heads of files do not fit."""
+    lookahead: Callable[[str], int]
+    """Latents of the next chunk that a mode waits for."""
 
 
 def _open_tiny(request: DecoderRequest) -> StreamingDecoder:
@@ -95,30 +112,40 @@ _NETWORKS = (
         marks=("decoder.stem.weight", "decoder.pixels.weight"),
         modes=("single",),
         open=_open_tiny,
+        check=lambda files: check_tiny_vae(files.source),
+        lookahead=lambda mode: 0,
     ),
     _Network(
         name="causal H3 ViT",
         marks=("x_embedder.weight", "blocks."),
         modes=tuple(Mode),
         open=_open_causal,
+        check=empty_vit,
+        lookahead=lambda mode: causal_lookahead(Mode(mode)),
     ),
     _Network(
         name="TAEH3",
         marks=("decoder.22.weight", "decoder.3.conv.0.weight"),
         modes=("single",),
         open=_open_taeh3,
+        check=empty_taeh3,
+        lookahead=lambda mode: 0,
     ),
     _Network(
         name="windowed H3 ViT",
         marks=("decoder.x_embedder.weight", "decoder.transformer_blocks."),
         modes=MODES,
         open=_open_windowed,
+        check=empty_vit,
+        lookahead=windowed_lookahead,
     ),
     _Network(
         name="windowed H3 ViT in the layout of diffusers",
         marks=("decoder.proj_in.weight", "decoder.transformer_blocks."),
         modes=MODES,
         open=_open_windowed,
+        check=empty_vit,
+        lookahead=windowed_lookahead,
     ),
     # Distilled weights may come under the names of the original, too.
     _Network(
@@ -126,6 +153,8 @@ _NETWORKS = (
         marks=("decoder.proj_out.weight", "decoder.transformer_blocks."),
         modes=tuple(Mode),
         open=_open_causal,
+        check=empty_vit,
+        lookahead=lambda mode: causal_lookahead(Mode(mode)),
     ),
 )
 """Those that are wanted most come first."""
@@ -156,23 +185,42 @@ def open_decoder(
         FileNotFoundError: there is no safetensors file.
     """
     folder = Path(folder)
-    names = frozenset(WeightFiles(folder).shapes)
+    network, mode = _find(WeightFiles(folder), mode)
+    request = DecoderRequest(
+        folder=folder, device=torch.device(device), dtype=dtype, height_px=height_px,
+        width_px=width_px, mode=mode,
+    )  # fmt: skip
+    return network.open(request)
+
+
+def check_decoder(folder: str | Path, mode: str | None = None) -> DecoderKind:
+    """Check by the heads of files that a decoder is whole; return what `open_decoder` would open.
+
+    Raises:
+        ValueError, FileNotFoundError: as `open_decoder`.
+    """
+    files = WeightFiles(folder)
+    network, mode = _find(files, mode)
+    network.check(files)
+    return DecoderKind(network=network.name, mode=mode, lookahead_latents=network.lookahead(mode))
+
+
+def _find(files: WeightFiles, mode: str | None) -> tuple[_Network, str]:
+    """Network of these files that has a mode, None for the first one's default; and the mode."""
+    names = frozenset(files.shapes)
     found = [network for network in _NETWORKS if _is_marked(names, network.marks)]
     if not found:
         raise ValueError(
-            f"{folder}: tensors of no known decoder (such as {', '.join(sorted(names)[:3])}); "
+            f"{files.source}: tensors of no known decoder (such as "
+            f"{', '.join(sorted(names)[:3])}); "
             f"allowed: {', '.join(network.name for network in _NETWORKS)}"
         )
     mode = mode or found[0].modes[0]
     for network in found:
         if mode in network.modes:
-            request = DecoderRequest(
-                folder=folder, device=torch.device(device), dtype=dtype, height_px=height_px,
-                width_px=width_px, mode=mode,
-            )  # fmt: skip
-            return network.open(request)
+            return network, mode
     modes = ", ".join(mode for network in found for mode in network.modes)
-    raise ValueError(f"mode: {mode!r}; allowed for the {found[0].name} in {folder}: {modes}")
+    raise ValueError(f"mode: {mode!r}; allowed for the {found[0].name} in {files.source}: {modes}")
 
 
 def decoder_of(names: Iterable[str]) -> str | None:

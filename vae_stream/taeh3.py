@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vae_stream.geometry import BLOCK_FRAMES, SPATIAL_RATIO, TRIM_FRAMES
-from vae_stream.weight_files import WeightFiles, copy_tensor
+from vae_stream.weight_files import WeightFiles
 
 _LATENT_BOUND = 3.0
 _COLOURS = 3
@@ -258,19 +258,31 @@ def is_taeh3(names: Container[str]) -> bool:
     return "decoder.22.weight" in names and "decoder.3.conv.0.weight" in names
 
 
+def empty_taeh3(files: WeightFiles) -> Taeh3:
+    """Return the network of `files` without memory; heads alone are read.
+
+    Raises:
+        ValueError: a tensor is missing, left over, of another dtype, or of a shape that fits no H3
+            latents.
+    """
+    with torch.device("meta"):
+        network = Taeh3(_config(files))
+    files.check({name: tuple(each.shape) for name, each in network.named_parameters()})
+    return network
+
+
+@torch.no_grad()
 def load_taeh3(
     files: WeightFiles, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Taeh3:
     """Read the network.
 
     Raises:
-        ValueError: a tensor is missing, left over, or of a shape that fits no H3 latents.
+        ValueError: as `empty_taeh3`, before there is memory for any weight; or a file is damaged.
     """
-    network = Taeh3(_config(files)).to(device=device, dtype=dtype)
-    parameters = dict(network.named_parameters())
-    files.check_names(parameters)
-    for name, parameter in parameters.items():
-        copy_tensor(parameter, files.read(name), name=name, file=files.file_of(name))
+    network = empty_taeh3(files).to(dtype).to_empty(device=device)
+    for name, parameter in network.named_parameters():
+        parameter.copy_(files.read(name))
     return network.eval().requires_grad_(False)
 
 

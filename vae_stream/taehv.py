@@ -28,10 +28,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vae_stream.geometry import BLOCK_FRAMES, BLOCK_LATENTS, RAW_FRAMES, SPATIAL_RATIO, TRIM_FRAMES
+from vae_stream.weight_files import WeightFiles
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -293,12 +294,9 @@ class TinyVae(nn.Module):
             ValueError: the config or a tensor's name or shape does not fit.
             FileNotFoundError: a file is missing.
         """
-        folder = Path(source)
-        vae = cls(TinyVaeConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8")))
-        try:
-            vae.load_state_dict(load_file(folder / WEIGHTS_FILE))
-        except RuntimeError as error:
-            raise ValueError(f"{folder / WEIGHTS_FILE}: {error}") from error
+        config, files = check_tiny_vae(Path(source))
+        vae = cls(config)
+        vae.load_state_dict({name: files.read(name) for name in files.shapes})
         return vae.cast(dtype).to(device).eval().requires_grad_(False)
 
     def save_pretrained(self, target: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -428,3 +426,18 @@ class TinyVae(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Decode normalised latents of whole blocks; see `decode_unnormalised`."""
         return self.decode_unnormalised(self.denormalise(latents_BTCHW), state)
+
+
+def check_tiny_vae(folder: Path) -> tuple[TinyVaeConfig, WeightFiles]:
+    """Return config and files of a folder, the latter checked by their heads.
+
+    Raises:
+        ValueError: the config or a tensor's name, shape or dtype does not fit.
+        FileNotFoundError: a file is missing.
+    """
+    config = TinyVaeConfig.from_json((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    files = WeightFiles(folder / WEIGHTS_FILE)
+    with torch.device("meta"):
+        stored = TinyVae(config).state_dict()
+    files.check({name: tuple(each.shape) for name, each in stored.items()})
+    return config, files

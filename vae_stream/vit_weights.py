@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vae_stream.vit import H3_LATENTS_MEAN, Vit, VitConfig
-from vae_stream.weight_files import WeightFiles, copy_tensor
+from vae_stream.weight_files import WeightFiles
 
 _HEAD_WIDTH = 64
 _EMBEDDERS = {
@@ -94,37 +94,40 @@ def read_vit_config(files: WeightFiles, layout: VitLayout) -> VitConfig:
     )
 
 
-def load_vit(files: WeightFiles, *, dtype: torch.dtype, device: torch.device | str) -> Vit:
-    """Read a decoder, one tensor at a time; `dtype` is that of the blocks' products.
+def empty_vit(files: WeightFiles) -> tuple[Vit, VitLayout]:
+    """Return the decoder of `files` without memory, and their layout; heads alone are read.
 
     Raises:
-        ValueError: no known layout, or a tensor is missing, left over or of another shape.
+        ValueError: no known layout, or a tensor is missing, left over, of another shape or dtype.
     """
     layout = vit_layout(files.shapes)
     if layout is None:
         raise ValueError(f"{files.source}: no H3 decoder; expected one of {', '.join(_EMBEDDERS)}")
-    config = read_vit_config(files, layout)
     with torch.device("meta"):
-        vit = Vit(config).cast_blocks(dtype)
-    vit = vit.to_empty(device=device)
-    vit.reset_statistics()
-    parameters = dict(vit.named_parameters())
-    wanted = [stored for name in parameters for stored in _stored(name, layout)]
-    beside = [name for name in files.shapes if name.startswith(ENCODER_PARTS)]
-    files.check_names(wanted, ignored=[*beside, "decoder.mask_token"])
-    for name, parameter in parameters.items():
+        vit = Vit(read_vit_config(files, layout))
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, parameter in vit.named_parameters():
         stored = _stored(name, layout)
-        parts = [files.read(each) for each in stored]
-        for each, part in zip(stored, parts, strict=True):
-            expected = parameter.shape[0] // len(stored), *parameter.shape[1:]
-            if tuple(part.shape) != expected:
-                raise ValueError(
-                    f"{files.file_of(each)}: {each} has shape {tuple(part.shape)}; "
-                    f"expected {expected}"
-                )
-        copy_tensor(
-            parameter, _ours(name, parts, config, layout), name=name, file=files.file_of(stored[0])
-        )
+        shape = parameter.shape[0] // len(stored), *parameter.shape[1:]
+        expected |= dict.fromkeys(stored, shape)
+    beside = [name for name in files.shapes if name.startswith(ENCODER_PARTS)]
+    files.check(expected, ignored=[*beside, "decoder.mask_token"])
+    return vit, layout
+
+
+@torch.no_grad()
+def load_vit(files: WeightFiles, *, dtype: torch.dtype, device: torch.device | str) -> Vit:
+    """Read a decoder, one tensor at a time; `dtype` is that of the blocks' products.
+
+    Raises:
+        ValueError: as `empty_vit`, before there is memory for any weight; or a file is damaged.
+    """
+    vit, layout = empty_vit(files)
+    vit = vit.cast_blocks(dtype).to_empty(device=device)
+    vit.reset_statistics()
+    for name, parameter in vit.named_parameters():
+        parts = [files.read(each) for each in _stored(name, layout)]
+        parameter.copy_(_ours(name, parts, vit.config, layout))
     return vit.eval().requires_grad_(False)
 
 

@@ -2,7 +2,8 @@
 
 Owns the search for files and the checks of their form. Invariants: tensors are read one at a time
 and only when asked for, so that a large checkpoint never lies in host memory as a whole; what a
-file holds is told by its tensors' names, not by its own.
+file holds is told by its tensors' names, not by its own; `check` reads heads of files alone, so
+that what is wrong is known before there is memory for any of it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _INDEXES = "*.safetensors.index.json"
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 _PICKLE_STARTS = (b"\x80", b"PK")
+_FLOATS = ("F32", "BF16", "F16")
 
 
 class WeightFiles:
@@ -36,6 +37,7 @@ class WeightFiles:
         self.source = Path(source)
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         for file in _find(self.source):
             with _open(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a mapping
@@ -45,7 +47,9 @@ class WeightFiles:
                             "expected each tensor once"
                         )
                     self._file_of[name] = file
-                    self._shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                    head = tensors.get_slice(name)
+                    self._shapes[name] = tuple(head.get_shape())
+                    self._dtypes[name] = head.get_dtype()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -60,7 +64,7 @@ class WeightFiles:
         """Return a tensor on the CPU as stored.
 
         Raises:
-            ValueError: it is not of floating point, or its file is damaged.
+            ValueError: its file is damaged.
         """
         with _open(self._file_of[name]) as tensors:
             try:
@@ -69,17 +73,20 @@ class WeightFiles:
                 raise ValueError(
                     f"{self._file_of[name]}: {name} cannot be read: {error}"
                 ) from error
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"{self._file_of[name]}: {name} is {tensor.dtype}; expected floating point"
-            )
         return tensor
 
-    def check_names(self, expected: Iterable[str], *, ignored: Iterable[str] = ()) -> None:
-        """Check that the files hold these tensors and no others.
+    def check(
+        self, expected: Mapping[str, tuple[int, ...]], *, ignored: Iterable[str] = ()
+    ) -> None:
+        """Check by the heads of the files that they hold these tensors and no others.
+
+        Args:
+            expected: shape of each tensor by name.
+            ignored: names that may be there too.
 
         Raises:
-            ValueError: a name is missing, or not expected.
+            ValueError: a tensor is missing, not expected, of another shape, or not of floating
+                point.
         """
         wanted = set(expected)
         missing = sorted(wanted - set(self._shapes))
@@ -88,20 +95,17 @@ class WeightFiles:
         unknown = sorted(set(self._shapes) - wanted - set(ignored))
         if unknown:
             raise ValueError(f"{self.source}: has {_some(unknown)}; not expected")
-
-
-def copy_tensor(target: Tensor, source: Tensor, *, name: str, file: Path) -> None:
-    """Copy a tensor of a file into a parameter, which has the dtype and device that are wanted.
-
-    Raises:
-        ValueError: another shape.
-    """
-    if source.shape != target.shape:
-        raise ValueError(
-            f"{file}: {name} has shape {tuple(source.shape)}; expected {tuple(target.shape)}"
-        )
-    with torch.no_grad():
-        target.copy_(source)
+        for name, shape in expected.items():
+            if self._shapes[name] != shape:
+                raise ValueError(
+                    f"{self._file_of[name]}: {name} has shape {self._shapes[name]}; "
+                    f"expected {shape}"
+                )
+            if self._dtypes[name] not in _FLOATS:
+                raise ValueError(
+                    f"{self._file_of[name]}: {name} is {self._dtypes[name]}; "
+                    f"expected {' or '.join(_FLOATS)}"
+                )
 
 
 def _find(source: Path) -> list[Path]:

@@ -59,6 +59,11 @@ _KEPT_LATENTS = {"official": 6, "prefix_chunk": 9, "prefix_latent": 6}
 """Latents before the next one that a window can still need."""
 
 
+def lookahead_of(mode: str) -> int:
+    """Return the latents of the next chunk that pictures of a chunk may wait for."""
+    return WINDOW_LATENTS - BLOCK_LATENTS if mode == "official" else 0
+
+
 class WindowedDecoder:
     """Decodes normalised latents of one picture size.
 
@@ -91,7 +96,7 @@ class WindowedDecoder:
         self._latent_shape = latent_shape(vit.config.latent_channels, height_px, width_px)
         self.height_px, self.width_px, self.mode = height_px, width_px, mode
         self.name = f"windowed H3, {mode}"
-        self.lookahead_latents = WINDOW_LATENTS - BLOCK_LATENTS if mode == "official" else 0
+        self.lookahead_latents = lookahead_of(mode)
         self._device = vit.register_tokens.device
         self._plan_px = plan_tiles(height_px, width_px, tiling or Tiling())
         self._plan = self._plan_px.scaled(SPATIAL_RATIO)

@@ -19,6 +19,8 @@ from engine.checkpoint.reading import TensorReader
 from engine.checkpoint.shards import SAMPLE_BYTES, SAMPLES, digest_samples, read_shard
 from engine.errors import CheckpointError
 
+PICKLE_SUFFIX = ".pt"
+"""Of torch's own files, which are taken for their tensors alone."""
 _FILES = ("adapter_model_ema.safetensors", "adapter_model.safetensors", "ema.pt")
 _FLOATS = ("F32", "BF16", "F16")
 
@@ -35,7 +37,7 @@ def find_adapter(path: Path) -> Path:
         raise CheckpointError(f"{path} has no adapter; expected one of {', '.join(_FILES)}")
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; expected an adapter")
-    if path.suffix not in (".safetensors", ".pt"):
+    if path.suffix not in (".safetensors", PICKLE_SUFFIX):
         raise CheckpointError(
             f"{path} is {path.suffix or 'nameless'}; expected .safetensors or .pt"
         )

@@ -31,7 +31,12 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from engine.checkpoint.adapter_files import PickledTensors, StoredTensors, find_adapter
+from engine.checkpoint.adapter_files import (
+    PICKLE_SUFFIX,
+    PickledTensors,
+    StoredTensors,
+    find_adapter,
+)
 from engine.checkpoint.layouts import QKV, QkvLayout, to_diffusers
 from engine.checkpoint.source import expected_shapes, targets_of
 from engine.config import ModelConfig
@@ -160,7 +165,7 @@ def open_adapter(path: Path, config: ModelConfig, curve: CurveShape | None = Non
     Raises: CheckpointError naming file, tensor, expected and got; UnsupportedError.
     """
     file = find_adapter(path)
-    store = PickledTensors(file) if file.suffix == ".pt" else StoredTensors(file)
+    store = PickledTensors(file) if file.suffix == PICKLE_SUFFIX else StoredTensors(file)
     shapes: dict[str, Shapes] = {
         layout: expected_shapes(config, layout, curve) for layout in ("diffusers", "original")
     }

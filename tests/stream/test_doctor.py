@@ -24,7 +24,10 @@ from stream.settings import load_settings
 from stream.weight_folder import Role
 from stream.weight_sources import sources_of
 from tests.adapters import adapted_names, peft_keys, random_factors, write_adapter
-from tests.tiny import tiny_config, unpacked_model
+from tests.released import original_state, write_sharded
+from tests.tiny import tiny_config, tiny_model, unpacked_model
+from tests.vae_stream.h3_tiny import random_vit, tensors_in, write_folder
+from vae_stream.vit_weights import VitLayout
 
 pytestmark = pytest.mark.cpu
 
@@ -115,15 +118,56 @@ def test_a_library_counts_for_the_preset_that_needs_it(
 
 
 def test_what_lies_in_a_folder_is_not_missing(tmp_path: Path) -> None:
-    names = ("x_embedder.weight", "blocks.0.attn.to_qkv.weight")
-    (tmp_path / "vit").mkdir()
-    save_file({name: torch.zeros(1) for name in names}, tmp_path / "vit" / "a.safetensors")
+    write_folder(tmp_path / "vit", tensors_in(random_vit(), VitLayout.CAUSAL))
     save_file({"other": torch.zeros(1)}, tmp_path / "b.safetensors")
     report = _examine(Question(preset="h3_33b", weights=str(tmp_path)))
     files = [each for each in report.findings if each.section == "files"]
-    assert [each.detail for each in files if each.name == Role.DECODER] == ["vit"]
+    (decoder,) = (each for each in files if each.name == Role.DECODER)
+    assert (decoder.health, decoder.detail) == (Health.OK, "vit: causal H3 ViT, hybrid_a3")
     assert [each.detail for each in files if each.name == "unknown"] == ["b.safetensors"]
     assert Role.TRANSFORMER in {each.name for each in files if each.health is Health.MISSING}
+
+
+def _write_transformer(folder: Path, shards: int) -> None:
+    """Weights of the tiny model as a release has them."""
+    config = preset("tiny").model
+    write_sharded(folder, original_state(tiny_model(config), config), "model", shards)
+
+
+def test_a_network_that_is_not_whole_is_missing(tmp_path: Path) -> None:
+    tensors = tensors_in(random_vit(), VitLayout.CAUSAL)
+    del tensors["proj_out.bias"]
+    write_folder(tmp_path / "vit", tensors)
+    _write_transformer(tmp_path / "dit", 3)
+    max((tmp_path / "dit").glob("*.safetensors")).unlink()
+    found = _found(_examine(Question(preset="tiny", weights=str(tmp_path))), "files")
+    assert found[Role.DECODER].health is found[Role.TRANSFORMER].health is Health.MISSING
+    assert "lacks proj_out.bias" in found[Role.DECODER].detail
+    assert "model-00003-of-00003.safetensors is missing" in found[Role.TRANSFORMER].detail
+
+
+def test_two_networks_that_would_serve_alike_are_a_finding(tmp_path: Path) -> None:
+    for name in ("transformer", "transformer_ref"):
+        _write_transformer(tmp_path / name, 1)
+    found = _found(_examine(Question(preset="tiny", weights=str(tmp_path))), "files")
+    assert found[Role.TRANSFORMER].health is Health.MISSING
+    assert "more than one transformer: transformer, transf" in found[Role.TRANSFORMER].detail
+
+
+def test_a_decoder_that_waits_for_the_next_chunk_is_told(tmp_path: Path) -> None:
+    write_folder(tmp_path / "vae", tensors_in(random_vit(), VitLayout.ORIGINAL))
+    found = _found(_examine(Question(preset="tiny", weights=str(tmp_path))), "files")
+    assert "official, which waits for later latents: to play" in found[Role.DECODER].detail
+
+
+def test_pickles_are_told_and_not_opened(tmp_path: Path) -> None:
+    for name in ("decoder/model.bin", "adapter/ema.pt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"\x80\x04not even one")
+    report = _examine(Question(preset="h3_33b", weights=str(tmp_path)))
+    told = [each.detail for each in report.findings if each.name == "pickle"]
+    assert [each.partition(":")[0] for each in told] == ["adapter/ema.pt", "decoder/model.bin"]
+    assert ["--lora" in each for each in told] == [True, False]
 
 
 @pytest.mark.parametrize("content", [None, b"\0" * 9], ids=["no-folder", "damaged"])

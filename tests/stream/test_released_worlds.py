@@ -165,12 +165,14 @@ def test_the_doctor_finds_every_network(
     main(["doctor", "--weights", str(weights), "--size", "832x480", "--json", "--device", "cpu"])
     found = json.loads(capsys.readouterr().out)
     files = {each["name"]: each for each in found["findings"] if each["section"] == "files"}
-    for name, place in (
-        ("transformer", "transformer"),
-        ("decoder", "causal_decoder"),
-        ("picture encoder", "vae"),
-        ("prompt encoder", "text_encoder"),
+    for name, detail in (
+        ("transformer", "transformer: original layout, interleaved qkv, 3 files, "),
+        ("decoder", "causal_decoder: causal H3 ViT, hybrid_a3"),
+        ("picture encoder", "vae: H3 video autoencoder"),
+        ("prompt encoder", "text_encoder: Qwen3-VL, "),
     ):
-        assert (files[name]["health"], files[name]["detail"]) == ("ok", place)
+        assert files[name]["health"] == "ok", files[name]
+        assert files[name]["detail"].startswith(detail), files[name]
+    assert "taken for FL2VA" in files["transformer"]["detail"]
     assert not [each for each in found["missing"] if each.startswith(("files", "memory"))]
     assert found["memory"][0]["fits"]

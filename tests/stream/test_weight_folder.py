@@ -102,6 +102,18 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path) -> None:
         look_through(tmp_path).need(Role.TRANSFORMER)
 
 
+def test_pickles_are_named_where_something_is_missing(tmp_path: Path) -> None:
+    _write(tmp_path / "vit" / "a.safetensors", *NAMES[Role.DECODER])
+    for number in range(5):
+        (tmp_path / f"dit-{number}.bin").write_bytes(b"\x80")
+    with pytest.raises(
+        CheckpointError,
+        match=r"no transformer; found: decoder, and 5 pickles \(dit-0\.bin, dit-1\.bin, "
+        r"dit-2\.bin\); expected safetensors",
+    ):
+        look_through(tmp_path).need(Role.TRANSFORMER)
+
+
 def test_a_release_is_found_as_it_was_fetched(tmp_path: Path) -> None:
     folder = tmp_path / "FL2VA"
     _write(folder / "transformer" / "a.safetensors", *NAMES[Role.TRANSFORMER])

@@ -5,19 +5,23 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.folder import save_model, write_manifest
 from engine.config import EngineConfig, preset
-from engine.errors import CheckpointError, ConfigError, DeviceError
+from engine.errors import CheckpointError, ConfigError, DeviceError, UnsupportedError
 from engine.text import WordEncoder
 from stream.cli import main
 from stream.load_news import LoadNews
+from stream.world_source import LoadedWorlds
 from stream.world_spec import WorldSpec, read_start, world_spec
 from stream.worlds import ModelCache, load_models
 from tests.adapters import peft_keys, random_factors, write_adapter
 from tests.tiny import tiny_model, unpacked_model
+from tests.vae_stream.h3_tiny import random_vit, tensors_in, write_folder
+from vae_stream.h3_encoder import H3Encoder, H3EncoderConfig
 from vae_stream.taehv import TinyVae, TinyVaeConfig
+from vae_stream.vit_weights import VitLayout
 
 pytestmark = pytest.mark.cpu
 
@@ -126,6 +130,48 @@ def test_missing_codec_is_refused_by_name(folder: Path) -> None:
     (folder / "MANIFEST.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no picture encoder; found: transformer"):
         load_models(_spec(folder))
+
+
+@pytest.mark.parametrize("part", ["decoder", "encoder"])
+def test_a_codec_that_is_not_whole_is_refused_before_anything_is_loaded(
+    folder: Path, part: str
+) -> None:
+    (folder / "MANIFEST.json").unlink()
+    file, news = folder / "vae" / "model.safetensors", _Listening()
+    tensors = load_file(file)
+    name = next(each for each in tensors if each.startswith(part) and tensors[each].dim() == 1)
+    save_file(tensors | {name: torch.zeros(3)}, file)
+    with pytest.raises(
+        CheckpointError, match=rf"model\.safetensors: {name} has shape \(3,\); expected \(\d+,\)"
+    ):
+        load_models(_spec(folder), news)
+    assert not news.stages
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "message"),
+    [
+        (None, CheckpointError, "has no decoder; found: transformer, picture encoder"),
+        (VitLayout.ORIGINAL, UnsupportedError, "official: pictures wait for 2 latents of the next"),
+    ],
+    ids=["none", "looks-ahead"],
+)
+def test_what_nobody_can_play_with_is_refused_before_anything_is_loaded(
+    folder: Path, layout: VitLayout | None, error: type[Exception], message: str
+) -> None:
+    (folder / "MANIFEST.json").unlink()
+    for file in (folder / "vae").iterdir():
+        file.unlink()
+    encoder = H3Encoder(H3EncoderConfig(widths=(8, 8, 8, 8, 8, 8), block_count=1, norm_groups=4))
+    decoder = {} if layout is None else tensors_in(random_vit(), layout)
+    write_folder(folder / "vae", decoder | encoder.state_dict(), {"norm_num_groups": 4})
+    spec, news = _spec(folder), _Listening()
+    source = LoadedWorlds(spec, news)
+    with pytest.raises(error, match=message):
+        source.open(read_start(spec, image=None, scene="meadow-lake"))
+    assert news.stages == ["scene"]
+    # Latents and videos can be made of it.
+    load_models(spec).close()
 
 
 def test_weights_of_another_size_are_refused(folder: Path) -> None:

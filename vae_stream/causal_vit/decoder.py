@@ -15,7 +15,14 @@ from torch import Tensor
 
 from graphs.compile import CompileMode
 from vae_stream.causal_vit.fused import FusedCalls
-from vae_stream.causal_vit.modes import Mode, Step, kinds, plan_flush, plan_push
+from vae_stream.causal_vit.modes import (
+    Mode,
+    Step,
+    kinds,
+    lookahead_of,
+    plan_flush,
+    plan_push,
+)
 from vae_stream.causal_vit.places import CallKind, CausalConfig
 from vae_stream.causal_vit.plain import PlainCalls
 from vae_stream.causal_vit.state import CausalVitState, RingLender, ring_shape
@@ -83,7 +90,7 @@ class CausalVitDecoder:
         self.height_px, self.width_px = height_px, width_px
         self.mode = Mode(mode)
         self.name = f"causal ViT, {self.mode}"
-        self.lookahead_latents = 1 if self.mode == Mode.PAIR else 0
+        self.lookahead_latents = lookahead_of(self.mode)
         _, _, height, width = self._latent_shape
         device = vit.register_tokens.device
         self.form = form or _best_form(device)

@@ -49,6 +49,11 @@ _KINDS = {
 }
 
 
+def lookahead_of(mode: Mode) -> int:
+    """Return the latents of the next chunk that pictures of a chunk may wait for."""
+    return 1 if mode == Mode.PAIR else 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """What one push, or the flush, does."""

@@ -1,0 +1,103 @@
+"""Whether the networks of a folder are whole, by the heads of their files.
+
+Owns which package looks at which network. Invariant: no tensor is read and no device is touched, so
+that what is wrong is known before the minutes that reading takes.
+"""
+
+from __future__ import annotations
+
+from engine.checkpoint.folder import read_config, verify_manifest
+from engine.checkpoint.source import open_source
+from engine.config import EngineConfig, ModelConfig, Qwen3VlTextConfig
+from engine.errors import CheckpointError, UnsupportedError
+from engine.prompts.files import find_encoder
+from stream.weight_folder import Role, WeightFolder
+from vae_stream.encoder import check_encoder
+from vae_stream.opening import DecoderKind, check_decoder
+
+_GB = 1e9
+
+
+def describe_network(
+    role: Role, folder: WeightFolder, model: ModelConfig, config: EngineConfig
+) -> str:
+    """Check the network of a role and say what it is; nothing of roles whose content is free.
+
+    Args:
+        role: what it is good for.
+        folder: which has it.
+        model: of the preset.
+        config: how its weights are to be read.
+
+    Raises: CheckpointError naming file, tensor, expected and got; UnsupportedError.
+    """
+    if role == Role.TRANSFORMER:
+        return _describe_transformer(folder, model, config)
+    if role == Role.DECODER:
+        kind = check_codec_decoder(folder, None)
+        waits = ", which waits for later latents: to play needs --decoder with another mode"
+        return f"{kind.network}, {kind.mode}{waits if kind.lookahead_latents else ''}"
+    if role == Role.PICTURE_ENCODER:
+        return check_picture_encoder(folder)
+    model = read_config(folder.path, model)
+    text = model.text
+    if role == Role.PROMPT_ENCODER and isinstance(text, Qwen3VlTextConfig):
+        files = find_encoder(folder.need(role), layers=text.layer, text_dim=model.text_dim)
+        return f"Qwen3-VL, {files.size_bytes / _GB:.2f} GB in {text.layer} layers"
+    return ""
+
+
+def _describe_transformer(folder: WeightFolder, model: ModelConfig, config: EngineConfig) -> str:
+    place = folder.need(Role.TRANSFORMER)
+    model = read_config(place, read_config(folder.path, model))
+    verify_manifest(place)
+    source = open_source(place, model, qkv=config.qkv_layout)
+    # Weights that bring their own words are of this project.
+    assumed = "" if source.text_pieces else "; taken for FL2VA: files of Ref2VA look the same"
+    return f"{source}{assumed}"
+
+
+def check_codec(folder: WeightFolder, mode: str | None, *, is_played: bool) -> None:
+    """Check what turns latents into pictures, and the first picture into a latent.
+
+    Args:
+        folder: which has both, or no decoder.
+        mode: of the decoder; None for the best.
+        is_played: pictures are needed before the next chunk is steered.
+
+    Raises: CheckpointError; UnsupportedError for a decoder that nobody can play with.
+    """
+    check_picture_encoder(folder)
+    if not is_played and folder.decoder(mode) is None:
+        return
+    kind = check_codec_decoder(folder, mode)
+    if is_played and kind.lookahead_latents:
+        raise UnsupportedError(
+            f"decoder: {kind.network}, {kind.mode}: pictures wait for {kind.lookahead_latents} "
+            "latents of the next chunk, which nobody has steered yet; needed for play: --decoder "
+            "with a mode without lookahead"
+        )
+
+
+def check_codec_decoder(folder: WeightFolder, mode: str | None) -> DecoderKind:
+    """Check the decoder that would be opened.
+
+    Raises: CheckpointError.
+    """
+    place = folder.decoder(mode) or folder.need(Role.DECODER)
+    try:
+        return check_decoder(place, mode)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+
+
+def check_picture_encoder(folder: WeightFolder) -> str:
+    """Check the picture encoder that would be opened; return its network.
+
+    Raises: CheckpointError.
+    """
+    place = folder.picture_encoder() or folder.need(Role.PICTURE_ENCODER)
+    try:
+        return check_encoder(place)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
