@@ -5,9 +5,10 @@ Owns the recognition: layout, order of queries, keys and values, the pruned form
 file names never do; everything that can be wrong is found before anything is allocated.
 
 What cannot be seen, because names, shapes and dtypes are the same: whether a fused projection is
-interleaved per head (official shards) or stacked (single files), for which several files or an
-index stand for the first and one file for the second unless the caller says otherwise; and whether
-weights are FL2VA or Ref2VA. Both are logged.
+interleaved per head (official shards) or stacked (single files). Unless the caller says otherwise,
+what only repackaged files have (a prefix, the pruned form, eight bits) stands for the second, else
+several files or an index for the first and one file for the second; and whether weights are FL2VA
+or Ref2VA. Both are logged.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def open_source(
     curve = _curve(records)
     is_guessed = qkv == "auto"
     if qkv == "auto":
-        qkv = "interleaved" if len(shards) > 1 or _has_index(path) else "stacked"
+        is_official = len(shards) > 1 or _has_index(path)
+        qkv = "interleaved" if is_official and not _is_repackaged(shards) else "stacked"
     expected = expected_shapes(config, layout, curve)
     source = Source(
         path=path,
@@ -185,6 +187,15 @@ def _shards(path: Path, config: ModelConfig) -> list[Shard]:
             "transformer_blocks.0.attn.to_q.weight or blocks.0.attn.qkv_proj.weight"
         )
     return shards
+
+
+def _is_repackaged(shards: Iterable[Shard]) -> bool:
+    """Whether there is what official shards never have."""
+    names = [name for shard in shards for name in shard.records]
+    return any(
+        name != bare_name(name) or name == CURVE_TABLE or name.endswith((FP8_SCALE, DESCRIPTION))
+        for name in names
+    )
 
 
 def _has_index(path: Path) -> bool:

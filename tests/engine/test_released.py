@@ -203,6 +203,25 @@ def test_one_factor_a_tensor_is_that_of_every_block(tmp_path: Path) -> None:
     assert torch.equal(restored.bfloat16(), wide.block(2).attn.to_k.weight)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_pruned_file_may_be_in_eight_bits_and_in_shards(tmp_path: Path, shards: int) -> None:
+    """As single files are repackaged, whose fused projections are stacked wherever they lie."""
+    tensors = fp8_scaled(pruned(MODEL, original_state(MODEL, CONFIG, "stacked"), 33, 48))
+    scales = [name for name in tensors if name.endswith(".weight_scale")]
+    tensors |= {name.replace(".weight_", ".input_"): torch.tensor(0.5) for name in scales}
+    write_sharded(tmp_path, {PREFIX + name: each for name, each in tensors.items()}, "x", shards)
+    source = open_source(tmp_path, CONFIG)
+    assert (source.qkv, len(source.files), len(source.fp8_factors)) == ("stacked", shards, 18)
+    loaded, stem = _load(source), "blocks.1.attn.qkv_proj"
+    wide = tensors[f"{stem}.weight"].float() * tensors[f"{stem}.weight_scale"]
+    attention = loaded.block(1).attn
+    got = torch.cat([attention.to_q.weight, attention.to_k.weight, attention.to_v.weight])
+    assert torch.equal(got, wide.bfloat16())
+    modulation = loaded.block(1).adaln_proj.linear.weight
+    assert modulation.dtype == torch.float32
+    assert torch.equal(modulation, tensors["blocks.1.adaln_proj.linear.weight"])
+
+
 def test_eight_bits_without_whole_blocks_do_not_stay_in_blocks(tmp_path: Path) -> None:
     config = block_config(num_layers=6, ffn_dim=192)
     tensors = fp8_scaled(original_state(unpacked_model(config), config, "stacked"))
