@@ -275,8 +275,6 @@ def measure_grounds(
     device = resolve_device(scenario.device)
     dtype = scenario.dtype
     if dtype == "auto":
-        if exchange.world_size > 1 and device.type == "cpu":
-            raise ConfigError("dtype: auto; allowed for ranks on a CPU: float32, bfloat16")
         dtype = choose_dtype(scenario.model, device).dtype
     blocks = torch_dtype(dtype)
     return Grounds(

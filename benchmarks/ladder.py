@@ -3,28 +3,20 @@
     python -m benchmarks.ladder --preset h3_33b --geometry 832x480 --plot ladder.png
     torchrun --nproc-per-node 2 -m benchmarks.ladder --preset h3_33b --geometry 1344x768
 
-`worldstream bench engine --ladder` is the same. Owns the command and the ranks that torchrun
-starts; needs torch, triton, numpy, einops, safetensors and pillow alone. Rows go to stderr as they
-are done, the last line of stdout is JSON; the first rank alone tells them. A rank that fails says
-so and is gone at once, whereupon torchrun ends the others.
+`worldstream bench engine --ladder` is the same. Owns the command; needs torch, triton, numpy,
+einops, safetensors and pillow alone. Rows go to stderr as they are done, the last line of stdout is
+JSON; the first rank alone tells them. A rank that fails says so and is gone at once, whereupon
+torchrun ends the others.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
-
-import torch
-import torch.distributed as dist
 
 from benchmarks.climb import (
     DEFAULT_ROWS,
@@ -40,49 +32,39 @@ from benchmarks.options import command_parser
 from benchmarks.plot import save_waterfall
 from benchmarks.record import append_record, parse_geometry
 from engine.config import PRESET_NAMES
-from engine.device import resolve_device
 from engine.errors import ConfigError, WorldStreamError
-from engine.parallel import Alone, Exchange, Ulysses
+from engine.ranks import Ranks, joined_ranks
 
 EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
-_RANK_TIMEOUT = timedelta(minutes=20)
-"""Ranks compile each for themselves, and wait for the last one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
-    """The processes that share a rollout."""
-
-    scenario: LadderScenario
-    """On this rank's device."""
-    exchange: Exchange
-    is_first: bool
-    """Whether this rank tells and keeps what comes out."""
-
-
-def alone(scenario: LadderScenario) -> Ranks:
-    """This process and no other."""
-    return Ranks(scenario=scenario, exchange=Alone(), is_first=True)
 
 
 def run_ladder(
-    ranks: Ranks, *, plot: Path | None, record: Path | None, commit: str | None = None
+    scenario: LadderScenario,
+    ranks: Ranks,
+    *,
+    plot: Path | None,
+    record: Path | None,
+    commit: str | None = None,
 ) -> str:
     """Climb, tell and keep each row as it is done; return the JSON line of all.
 
     Args:
-        ranks: the scenario, and who climbs.
+        scenario: what is climbed.
+        ranks: who climbs.
         plot: PNG to write.
         record: file to append one JSON line a row to.
         commit: see `describe_machine`.
 
     Raises: CheckpointError, ConfigError, DeviceError.
     """
-    scenario, steps = ranks.scenario, list[Step]()
-    grounds = measure_grounds(scenario, ranks.exchange, commit=commit)
+    scenario = dataclasses.replace(scenario, device=ranks.device(scenario.device))
+    steps = list[Step]()
+    exchange = ranks.exchange(scenario.model.num_attention_heads)
+    ranks.require_alike(scenario.dtype)
+    grounds = measure_grounds(scenario, exchange, commit=commit)
     if ranks.is_first:
         print(head(scenario, grounds), file=sys.stderr, flush=True)
-    for step in climb(scenario, grounds, ranks.exchange):
+    for step in climb(scenario, grounds, exchange):
         steps.append(step)
         if ranks.is_first:
             print(row_line(scenario, grounds, step), file=sys.stderr, flush=True)
@@ -96,52 +78,13 @@ def run_ladder(
     return json.dumps(line)
 
 
-@contextmanager
-def started_ranks(scenario: LadderScenario) -> Iterator[Ranks]:
-    """All ranks that torchrun started; else this process alone.
-
-    Raises: ConfigError where the heads do not divide among them, DeviceError without a device.
-    """
-    if not dist.is_torchelastic_launched():
-        yield alone(scenario)
-        return
-    device = resolve_device(scenario.device)
-    if device.type == "cuda":
-        device = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
-        torch.cuda.set_device(device)
-        # Multicast through the switch is not there on every host that has NVLink, and hangs then.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        dist.init_process_group("nccl", device_id=device, timeout=_RANK_TIMEOUT)
-    else:
-        dist.init_process_group("gloo", timeout=_RANK_TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
-    try:
-        exchange: Exchange = Alone()
-        if group.size() > 1:
-            exchange = Ulysses(scenario.model.num_attention_heads, group)
-        yield Ranks(
-            scenario=dataclasses.replace(scenario, device=str(device)),
-            exchange=exchange,
-            is_first=group.rank() == 0,
-        )
-    except Exception as error:
-        _leave(error, group.rank())
-    dist.destroy_process_group()
-
-
-def _leave(error: Exception, rank: int) -> NoReturn:
-    """End this rank without a word to the others.
-
-    They may wait in an exchange that never comes, and an orderly end would wait for them.
-    """
+def _tell_failure(error: Exception, rank: int) -> int:
+    """Say what a rank failed of, and return the exit code."""
     if isinstance(error, WorldStreamError):
         print(f"error: rank {rank}: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(_exit_code(error))
+    return _exit_code(error)
 
 
 def _exit_code(error: Exception) -> int:
@@ -180,9 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reference=options.reference,
             start=options.start,
         )
-        with started_ranks(scenario) as ranks:
+        with joined_ranks(scenario.device, _tell_failure) as ranks:
             line = run_ladder(
-                ranks, plot=options.plot, record=options.record, commit=options.commit
+                scenario, ranks, plot=options.plot, record=options.record, commit=options.commit
             )
             if ranks.is_first:
                 print(line, flush=True)

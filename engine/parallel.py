@@ -118,6 +118,11 @@ class Ulysses:
         return _UlyssesRows(counts=counts, rank=self.rank, group_name=self._group_name)
 
 
+def forget(group: dist.ProcessGroup) -> None:
+    """Let go of a group that ends: one that outlives the interpreter takes the process with it."""
+    _GROUPS.pop(str(group.group_name), None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _UlyssesRows:
     """A split of rows and its exchanges."""

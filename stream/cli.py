@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -39,17 +41,22 @@ from stream.jobs import (
     plan_outputs,
     read_batch,
 )
-from stream.load_news import TerminalNews
+from stream.load_news import LoadNews, TerminalNews
 from stream.replay import plan_replay, replay
 from stream.trace import read_trace, trace_path
 from stream.world_spec import prompt_options
+
+if TYPE_CHECKING:
+    from engine.ranks import Ranks
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_ENVIRONMENT, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate:
-    """Make a video of a world from a picture, a prompt and held keys."""
+    """Make a video of a world from a picture, a prompt and held keys. Several GPUs share it where
+    torchrun starts this: torchrun --nproc-per-node 2 -m stream.cli generate ...
+    """
 
     job: tyro.conf.OmitArgPrefixes[JobOptions]
     batch: File = None
@@ -63,10 +70,13 @@ class Generate:
         if self.batch is not None:
             return _run_batch(self.batch, self.job)
         job = plan(self.job)
+        from engine.ranks import joined_ranks
         from stream.worlds import ModelCache
 
-        made = generate(job, ModelCache(TerminalNews()))
-        _print_made(made, job)
+        with joined_ranks(self.job.device, _tell_failure) as ranks:
+            made = generate(job, ModelCache(_news(ranks), ranks))
+            if ranks.is_first:
+                _print_made(made, job)
         return EXIT_INTERRUPTED if made.is_interrupted else EXIT_OK
 
 
@@ -127,9 +137,13 @@ class Replay:
         if trace.is_torn or trace.end is None:
             _say("note: the trace broke off; replaying the chunks that it holds")
 
+        from engine.ranks import joined_ranks
         from stream.worlds import ModelCache
 
-        result = replay(ready, ModelCache(TerminalNews()))
+        with joined_ranks(trace.header.device, _tell_failure) as ranks:
+            result = replay(ready, ModelCache(_news(ranks), ranks))
+            if not ranks.is_first:
+                return EXIT_OK if result.first_difference is None else EXIT_FAILURE
         for warning in result.warnings:
             _say(f"warning: {warning}")
         made = result.made
@@ -345,6 +359,8 @@ def read_command(arguments: Sequence[str] | None = None) -> Command:
 
 def _run_batch(path: str, defaults: JobOptions) -> int:
     """Run the jobs of a file one after the other; a bad one does not stop the rest."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("batch: several ranks; allowed: one process, or one job a torchrun")
     lines = read_batch(path)
     from stream.worlds import ModelCache
 
@@ -380,6 +396,19 @@ def _print_made(made: Made, job: Job) -> None:
     speed = f"{made.frames_per_second:.1f} fps on {made.device}"
     print(f"{made.chunk_count} chunks, {made.frame_count} frames, {speed}")
     print(f"{made.digest_of} sha256 {made.digest}", flush=True)
+
+
+def _news(ranks: Ranks) -> LoadNews:
+    return TerminalNews() if ranks.is_first else LoadNews()
+
+
+def _tell_failure(error: Exception, rank: int) -> int:
+    """Say what a rank failed of, and return the exit code."""
+    if isinstance(error, (WorldStreamError, OSError)):
+        _say(f"error: rank {rank}: {_one_line(error)}")
+    else:
+        traceback.print_exception(error)
+    return _exit_code(error)
 
 
 def _exit_code(error: Exception) -> int:

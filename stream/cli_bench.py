@@ -127,8 +127,9 @@ class BenchEngine:
             if getattr(self, name) != default:
                 raise ConfigError(f"{name}: {getattr(self, name)}; allowed without ladder")
         from benchmarks.climb import DEFAULT_ROWS, LadderScenario
-        from benchmarks.ladder import alone, run_ladder
+        from benchmarks.ladder import run_ladder
         from benchmarks.record import parse_geometry
+        from engine.ranks import Ranks
 
         scenario = LadderScenario(
             preset=self.preset,
@@ -141,7 +142,7 @@ class BenchEngine:
         )
         record = None if self.record is None else Path(self.record)
         plot = None if self.plot is None else Path(self.plot)
-        print(run_ladder(alone(scenario), plot=plot, record=record), flush=True)
+        print(run_ladder(scenario, Ranks(), plot=plot, record=record), flush=True)
         return EXIT_OK
 
 

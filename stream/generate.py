@@ -19,6 +19,7 @@ from stream.trace import TRACE_VERSION, TraceEnd, TraceHeader, TraceWriter, trac
 from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
+    from engine.ranks import Ranks
     from engine.types import Action
     from stream.session import Session, World
     from stream.worlds import ModelCache
@@ -49,7 +50,7 @@ class Made:
 
 
 def generate(job: Job, models: ModelCache) -> Made:
-    """Run one job.
+    """Run one job; among several ranks, the first one writes its files.
 
     Raises:
         WorldStreamError: the world cannot be opened.
@@ -58,19 +59,25 @@ def generate(job: Job, models: ModelCache) -> Made:
     from stream.session import Session
     from stream.worlds import default_prompt
 
+    ranks = models.ranks
     prompt = default_prompt(job.start) if job.prompt is None else job.prompt
-    world = models.world(job.world, job.start)
+    world = models.world(job.world, job.start, with_frames=ranks.is_first)
     session = Session(world, prompt=prompt, seed=job.seed)
+    if not ranks.is_first:
+        return roll_out(
+            session, _inputs(job), job.chunk_count, ranks, recorder=Recorder([]), note=_note_nothing
+        )
     header = trace_header(
-        job.world, job.start, world, prompt=prompt, seed=job.seed, chunk_count=job.chunk_count
-    )
+        job.world, job.start, world, prompt=prompt, seed=job.seed, chunk_count=job.chunk_count,
+        rank_count=ranks.count,
+    )  # fmt: skip
     with TraceWriter(trace_path(job.outputs.video), header) as trace:
 
         def note(index: int, chunk: ChunkInput, digest: str) -> None:
             trace.chunk(index, chunk.action, digest=digest, prompt=chunk.prompt)
 
         recorder = open_recorder(job.outputs, world)
-        made = roll_out(session, _inputs(job), job.chunk_count, recorder=recorder, note=note)
+        made = roll_out(session, _inputs(job), job.chunk_count, ranks, recorder=recorder, note=note)
         trace.end(
             TraceEnd(
                 chunk_count=made.chunk_count,
@@ -86,6 +93,7 @@ def roll_out(
     session: Session,
     inputs: Iterable[ChunkInput],
     chunk_count: int,
+    ranks: Ranks,
     *,
     recorder: Recorder,
     note: Callable[[int, ChunkInput, str], None],
@@ -99,6 +107,7 @@ def roll_out(
         session: at its first chunk.
         inputs: one for each chunk.
         chunk_count: how many of them.
+        ranks: who makes the same; they end after the same chunk, and the first one tells.
         recorder: takes the frames.
         note: called after each chunk with its index, its input and the digest so far.
         label: of the progress.
@@ -106,7 +115,10 @@ def roll_out(
     frame_count = 0
     world = session.world
     try:
-        with StopWish() as stop, Progress(label, chunk_count) as progress:
+        with (
+            StopWish() as stop,
+            Progress(label, chunk_count, is_shown=ranks.is_first) as progress,
+        ):
             for chunk in inputs:
                 if chunk.prompt is not None:
                     session.switch_prompt(chunk.prompt)
@@ -116,7 +128,7 @@ def roll_out(
                     frame_count += len(frames.frames_THWC)
                 note(session.chunk_index - 1, chunk, session.digest.hex())
                 progress.chunk_done(frame_count - before)
-                if stop.is_set:
+                if ranks.any(stop.is_set):
                     break
             for frames in session.finish():
                 recorder.write(frames.frames_THWC.cpu().numpy())
@@ -156,8 +168,19 @@ def _inputs(job: Job) -> Iterator[ChunkInput]:
         yield ChunkInput(action=action, prompt=job.script.prompt_for(index))
 
 
+def _note_nothing(index: int, chunk: ChunkInput, digest: str) -> None:
+    """Leave the trace to the first rank."""
+
+
 def trace_header(
-    spec: WorldSpec, start: Start, world: World, *, prompt: str, seed: int, chunk_count: int
+    spec: WorldSpec,
+    start: Start,
+    world: World,
+    *,
+    prompt: str,
+    seed: int,
+    chunk_count: int,
+    rank_count: int = 1,
 ) -> TraceHeader:
     """Return what a replay needs to know of a rollout that begins."""
     import torch
@@ -184,6 +207,7 @@ def trace_header(
         compile=world.speed.compile,
         torch_version=torch.__version__,
         thread_count=torch.get_num_threads(),
+        rank_count=rank_count,
         scene=start.scene,
         image=start.image_path,
         image_sha256=None if start.image is None else start.image.sha256,

@@ -41,13 +41,16 @@ class PlannedWorld:
     """As asked for, with precision and residency as planned."""
 
 
-def plan_world(spec: WorldSpec, folder: WeightFolder | None, present: Present) -> PlannedWorld:
+def plan_world(
+    spec: WorldSpec, folder: WeightFolder | None, present: Present, *, world_size: int = 1
+) -> PlannedWorld:
     """Plan what `worlds.load_models` will load.
 
     Args:
         spec: the world; of a model.
         folder: what lies in its weights; None for random ones, or ones that are not there yet.
         present: memory that is free.
+        world_size: ranks that share a rollout.
 
     Raises: DeviceError where it does not fit, with what would; CheckpointError for heads of files.
     """
@@ -83,6 +86,7 @@ def plan_world(spec: WorldSpec, folder: WeightFolder | None, present: Present) -
         dataclasses.replace(config, dtype=dtype),
         present,
         geometries=[each for each in found.geometries if each != spec.geometry],
+        world_size=world_size,
         beside=[partial(beside, options) for options in places],
     )
     config = dataclasses.replace(

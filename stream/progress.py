@@ -14,16 +14,23 @@ LINE_INTERVAL_S = 2.0
 
 
 class Progress:
-    """Counts chunks and frames of one rollout."""
+    """Counts chunks and frames of one rollout.
 
-    def __init__(self, label: str, chunk_count: int) -> None:
+    Args:
+        label: in front of the figures.
+        chunk_count: how many there will be.
+        is_shown: False counts alone.
+    """
+
+    def __init__(self, label: str, chunk_count: int, *, is_shown: bool = True) -> None:
+        self._is_shown = is_shown
         self._label = label
         self._chunk_count = chunk_count
         self._chunks_done = 0
         self._frame_count = 0
         self._start_s = time.perf_counter()
         self._line_s = self._start_s
-        self._bar = _Bar(label, chunk_count) if sys.stderr.isatty() else None
+        self._bar = _Bar(label, chunk_count) if is_shown and sys.stderr.isatty() else None
 
     def __enter__(self) -> Self:
         self._start_s = self._line_s = time.perf_counter()
@@ -56,6 +63,8 @@ class Progress:
         if self._frame_count:
             speed = f"{self.frames_per_second:.1f} fps"
         figures = f"{speed}, {left_s:.0f} s left"
+        if not self._is_shown:
+            return
         if self._bar is not None:
             self._bar.advance(figures)
         elif now_s - self._line_s >= LINE_INTERVAL_S or self._chunks_done == self._chunk_count:

@@ -110,7 +110,7 @@ def replay(plan: ReplayPlan, models: ModelCache) -> Replayed:
     """Make the chunks of a trace again.
 
     Raises:
-        ConfigError: the weights are not those of the trace.
+        ConfigError: the weights are not those of the trace, or the processes not as many.
         WorldStreamError: the world cannot be opened.
         OSError: a file cannot be written; partial files are gone.
     """
@@ -118,11 +118,17 @@ def replay(plan: ReplayPlan, models: ModelCache) -> Replayed:
 
     from stream.session import Session
 
-    header, chunks = plan.trace.header, plan.trace.chunks
+    header, chunks, ranks = plan.trace.header, plan.trace.chunks, models.ranks
+    if ranks.count != header.rank_count:
+        raise ConfigError(
+            f"trace: made by {header.rank_count} processes, these are {ranks.count}; allowed: as "
+            f"many, such as torchrun --nproc-per-node {header.rank_count} -m stream.cli replay"
+        )
+    outputs = plan.outputs if ranks.is_first else None
     threads_before = torch.get_num_threads()
     torch.set_num_threads(header.thread_count)
     try:
-        world = models.world(plan.world, plan.start, with_frames=plan.outputs is not None)
+        world = models.world(plan.world, plan.start, with_frames=outputs is not None)
         if world.model_hash != header.model_hash and not plan.force:
             raise ConfigError(
                 f"model: the weights here have hash {world.model_hash[:16]}, the trace was made "
@@ -134,7 +140,8 @@ def replay(plan: ReplayPlan, models: ModelCache) -> Replayed:
             session,
             [ChunkInput(action=chunk.action(), prompt=chunk.prompt) for chunk in chunks],
             len(chunks),
-            recorder=open_recorder(plan.outputs, world),
+            ranks,
+            recorder=open_recorder(outputs, world),
             note=lambda index, chunk, digest: digests.append(digest),
             label="replay",
         )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from engine.types import Action
 
-TRACE_VERSION = 7
+TRACE_VERSION = 8
 """Rises where an older trace would be read, but not made again bit for bit."""
 TRACE_SUFFIX = ".trace.jsonl"
 FILE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -64,6 +64,8 @@ class TraceHeader:
     compile: str
     torch_version: str
     thread_count: int
+    rank_count: int
+    """Processes that shared it, each with some of the rows."""
     scene: str | None
     image: str | None
     image_sha256: str | None

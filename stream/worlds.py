@@ -6,6 +6,7 @@ a batch with equal settings share them.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import torch
 from engine.config import preset
 from engine.device import present_memory, resolve_device
 from engine.errors import CheckpointError, StateError
+from engine.ranks import Ranks
 from stream.decode_lane import DecodeLane
 from stream.load_news import LoadNews
 from stream.plan_world import plan_world
@@ -60,11 +62,19 @@ class ModelCache:
         news: hears of the loading.
         is_played: worlds are for play: without a decoder, or with one whose pictures wait for the
             next chunk, nothing is loaded.
+        ranks: who shares the rollouts; by default this process has them to itself.
     """
 
-    def __init__(self, news: LoadNews | None = None, *, is_played: bool = False) -> None:
+    def __init__(
+        self,
+        news: LoadNews | None = None,
+        ranks: Ranks | None = None,
+        *,
+        is_played: bool = False,
+    ) -> None:
         self._news = news or LoadNews()
         self._is_played = is_played
+        self.ranks = ranks or Ranks()
         self._spec: WorldSpec | None = None
         self._models: Models | None = None
 
@@ -112,7 +122,7 @@ class ModelCache:
         if self._models is not None and spec == self._spec:
             return self._models
         self.close()
-        self._models = load_models(spec, self._news, is_played=self._is_played)
+        self._models = load_models(spec, self._news, self.ranks, is_played=self._is_played)
         self._spec = spec
         return self._models
 
@@ -124,14 +134,25 @@ class ModelCache:
 
 
 def load_models(
-    spec: WorldSpec, news: LoadNews | None = None, *, is_played: bool = False
+    spec: WorldSpec,
+    news: LoadNews | None = None,
+    ranks: Ranks | None = None,
+    *,
+    is_played: bool = False,
 ) -> Models:
     """Load engine, picture encoder and decoder, once their files are whole and memory suffices.
 
     With random weights the codec is random too, of the preset's kind. Without a decoder among the
     weights there are latents only.
 
+    Args:
+        spec: which world; its device is that of the rank.
+        news: hears of the loading.
+        ranks: who shares the rollouts; each has all weights.
+        is_played: see `ModelCache`.
+
     Raises:
+        ConfigError: the heads do not divide among the ranks.
         CheckpointError: weights are missing, damaged or made for another picture size.
         UnsupportedError: nobody can play with the decoder, as `is_played` asks for.
         DeviceError: the device or its memory does not suffice.
@@ -148,9 +169,16 @@ def load_models(
         folder = look_through(path)
         folder.need(Role.TRANSFORMER)
         check_codec(folder, spec.decoder_mode, is_played=is_played)
-    device = resolve_device(spec.engine.device)
-    present = present_memory(device, shared_by=spec.world_count)
-    planned = plan_world(spec, folder, present)
+    ranks = ranks or Ranks()
+    ranks.require_alike(spec.engine.dtype)
+    device = resolve_device(ranks.device(spec.engine.device))
+    asked_for = dataclasses.replace(spec.engine, device=str(device))
+    spec = dataclasses.replace(spec, engine=asked_for)
+    # On a CPU the ranks are all on this machine.
+    neighbours = ranks.count if device.type == "cpu" else 1
+    present = present_memory(device, shared_by=spec.world_count * neighbours)
+    planned = plan_world(spec, folder, present, world_size=ranks.count)
+    exchange = ranks.exchange(planned.model.num_attention_heads)
     if planned.model.geometry != spec.geometry:
         made_for, asked = planned.model.geometry, spec.geometry
         raise CheckpointError(
@@ -160,12 +188,15 @@ def load_models(
     news.planned(planned.plan, present)
     with news.stage("transformer"):
         if folder is None:
-            engine = Engine.from_random(planned.model, planned.engine, geometries=found.geometries)
+            engine = Engine.from_random(
+                planned.model, planned.engine, geometries=found.geometries, exchange=exchange
+            )
         else:
             engine = Engine.from_pretrained(
                 folder.need(Role.TRANSFORMER),
                 planned.engine,
                 model_config=planned.model,
+                exchange=exchange,
                 on_progress=news.read,
             )
     try:

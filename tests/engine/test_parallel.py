@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine import parallel
 from engine.block_ops import Fp8Rows
 from engine.errors import ConfigError, UnsupportedError
 from engine.kernels.exchange import merge_heads, pack_heads
@@ -112,6 +113,22 @@ class _Group:
 def test_heads_have_to_divide_among_the_ranks():
     with pytest.raises(ConfigError, match="ranks are 5 for a model of 56 heads; allowed: 1, 2, 4"):
         Ulysses(56, _Group())
+
+
+def test_a_group_that_ends_is_let_go():
+    class Ending:
+        group_name = "ending"
+
+        def size(self) -> int:
+            return 1
+
+        def rank(self) -> int:
+            return 0
+
+    Ulysses(2, Ending())
+    assert "ending" in parallel._GROUPS
+    parallel.forget(Ending())
+    assert "ending" not in parallel._GROUPS
 
 
 def test_first_ranks_take_the_rows_that_are_left():

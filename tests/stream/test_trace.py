@@ -43,6 +43,7 @@ HEADER = TraceHeader(
     kernels="off",
     compile="off",
     thread_count=1,
+    rank_count=1,
     scene=None,
     image="a.png",
     image_sha256="00",
@@ -115,7 +116,7 @@ def _replace_line(path: Path, index: int, line: str) -> None:
         (0, "{}", "header line"),
         (0, json.dumps({"type": "header", "version": 99}), "version 99"),
         # It did not say how attention reads, and other kernels rounded otherwise.
-        (0, json.dumps({"type": "header", "version": 4}), "version 4; allowed: 7"),
+        (0, json.dumps({"type": "header", "version": 4}), "version 4; allowed: 8"),
         (0, json.dumps({"type": "header", "version": TRACE_VERSION}), "prompt"),
         (1, "{", "line 2 is not JSON"),
         (1, "[]", "line 2 is not an object"),

@@ -1,0 +1,112 @@
+"""Processes that share a rollout, as torchrun starts them.
+
+Owns how they find each other, how they agree, and how one of them leaves: at once, whereupon
+torchrun ends the others. Invariant: what one rank decides by itself, all ranks decide alike, or
+they ask here; one that turns off alone leaves the others in an exchange that never comes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from engine.device import resolve_device
+from engine.errors import ConfigError
+from engine.parallel import Alone, Exchange, Ulysses, forget
+
+_TIMEOUT = timedelta(minutes=20)
+"""Ranks compile each for themselves, and wait for the last one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The processes, seen from one of them; by itself without a group."""
+
+    own_device: str = "cpu"
+    """Of this rank in a group."""
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank tells and keeps what comes out."""
+        return self.group is None or self.group.rank() == 0
+
+    def device(self, asked: str) -> str:
+        """Device of this rank where ``asked`` names that of all."""
+        return asked if self.group is None else self.own_device
+
+    def exchange(self, heads: int) -> Exchange:
+        """How they share the rollouts of a model.
+
+        Raises: ConfigError where its heads do not divide among them.
+        """
+        return Alone() if self.group is None or self.count == 1 else Ulysses(heads, self.group)
+
+    def require_alike(self, dtype: str) -> None:
+        """Raises: ConfigError for a dtype that each rank would measure for itself."""
+        if self.count > 1 and dtype == "auto" and self.own_device == "cpu":
+            raise ConfigError("dtype: auto; allowed for ranks on a CPU: float32, bfloat16")
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so; waits for all of them."""
+        if self.group is None or self.count == 1:
+            return flag
+        said = torch.tensor(int(flag), device=self.own_device)
+        dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
+        return bool(said.item())
+
+
+@contextmanager
+def joined_ranks(device: str, on_failure: Callable[[Exception, int], int]) -> Iterator[Ranks]:
+    """All ranks that torchrun started; else this process by itself.
+
+    Among several, an error within ends this process: the others may wait for it, and an orderly end
+    would wait for them.
+
+    Args:
+        device: "auto", "cpu", "cuda"; each rank gets one of its own.
+        on_failure: tells of an error of a rank, and returns the exit code.
+
+    Raises: DeviceError without a device.
+    """
+    if not dist.is_torchelastic_launched():
+        yield Ranks()
+        return
+    found = resolve_device(device)
+    if found.type == "cuda":
+        found = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(found)
+        # Multicast through the switch is not there on every host that has NVLink, and hangs then.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        dist.init_process_group("nccl", device_id=found, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        yield Ranks(own_device=str(found), group=group)
+    except Exception as error:
+        _leave(on_failure(error, group.rank()))
+    # The first one may still be writing; a rank that has gone would look like one that failed.
+    dist.barrier(group)
+    forget(group)
+    dist.destroy_process_group()
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
