@@ -6,6 +6,10 @@ that what is wrong is known before the minutes that reading takes.
 
 from __future__ import annotations
 
+import importlib.util
+
+import torch
+
 from engine.checkpoint.folder import read_config, verify_manifest
 from engine.checkpoint.source import open_source
 from engine.config import EngineConfig, ModelConfig, Qwen3VlTextConfig
@@ -39,11 +43,8 @@ def describe_network(
         return f"{kind.network}, {kind.mode}{waits if kind.lookahead_latents else ''}"
     if role == Role.PICTURE_ENCODER:
         return check_picture_encoder(folder)
-    model = read_config(folder.path, model)
-    text = model.text
-    if role == Role.PROMPT_ENCODER and isinstance(text, Qwen3VlTextConfig):
-        files = find_encoder(folder.need(role), layers=text.layer, text_dim=model.text_dim)
-        return f"Qwen3-VL, {files.size_bytes / _GB:.2f} GB in {text.layer} layers"
+    if role == Role.PROMPT_ENCODER:
+        return _describe_prompt_encoder(folder, read_config(folder.path, model))
     return ""
 
 
@@ -55,6 +56,26 @@ def _describe_transformer(folder: WeightFolder, model: ModelConfig, config: Engi
     # Weights that bring their own words are of this project.
     assumed = "" if source.text_pieces else "; taken for FL2VA: files of Ref2VA look the same"
     return f"{source}{assumed}"
+
+
+def _describe_prompt_encoder(folder: WeightFolder, model: ModelConfig) -> str:
+    text = model.text
+    if not isinstance(text, Qwen3VlTextConfig):
+        return "not used: this preset reads words of its own"
+    files = find_encoder(
+        folder.need(Role.PROMPT_ENCODER), layers=text.layer, text_dim=model.text_dim
+    )
+    size = f"Qwen3-VL, {files.size_bytes / _GB:.2f} GB in {text.layer} layers"
+    if importlib.util.find_spec("transformers") is None:
+        return f"{size}; shapes are not checked without transformers"
+    from engine.prompts.qwen3_vl import Qwen3VlEncoder
+
+    # One that reads its weights for each prompt has read none yet.
+    Qwen3VlEncoder(
+        files, layers=text.layer, caption_rows=text.caption_rows, device=torch.device("cpu"),
+        residency="free",
+    ).close()  # fmt: skip
+    return size
 
 
 def check_codec(folder: WeightFolder, mode: str | None, *, is_played: bool) -> None:

@@ -84,6 +84,19 @@ def test_it_is_computed_once_and_serves_without_the_public_class(
         silence_latents(folder, CONFIG, kept_in=tmp_path / "other")
 
 
+def test_interrupted_keeping_leaves_no_half_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("engine.silence.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        silence_latents(folder, CONFIG, kept_in=tmp_path / "kept")
+    assert not list((tmp_path / "kept").iterdir())
+
+
 def test_it_serves_where_nothing_can_be_kept(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     first = silence_latents(folder, CONFIG, kept_in=tmp_path / "file" / "kept")

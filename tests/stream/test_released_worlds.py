@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, Qwen3VlTextConfig, preset
+from engine.errors import CheckpointError
 from engine.memory import MemoryPlan, Present
 from engine.text import WordEncoder
 from engine.types import Action, Control, LoadEvent
@@ -23,7 +26,8 @@ from stream.plan_world import plan_world
 from stream.session import ModelWorld, Session
 from stream.settings import load_settings
 from stream.trace import read_trace
-from stream.weight_folder import look_through
+from stream.weight_checks import describe_network
+from stream.weight_folder import Role, look_through
 from stream.workers import spec_of
 from stream.world_source import LoadedWorlds
 from stream.world_spec import WorldSpec, read_start
@@ -156,6 +160,22 @@ def test_an_adapter_of_a_pruned_model_is_planned_and_loaded(tmp_path: Path) -> N
     )
     planned = plan_world(spec, look_through(tmp_path), Present(device_gib=500.0))
     assert planned.plan.part_gib("adapter") > 0
+
+
+def test_the_doctor_looks_into_the_prompt_encoder(weights: Path, tmp_path: Path) -> None:
+    for name in ("text_encoder", "tokenizer", "processor"):
+        shutil.copytree(weights / name, tmp_path / name)
+    shutil.copy(weights / "config.json", tmp_path)
+    model = preset("h3_33b").model
+    asked = Role.PROMPT_ENCODER, look_through(tmp_path), model, EngineConfig()
+    assert describe_network(*asked).startswith("Qwen3-VL, ")
+    for file in (tmp_path / "text_encoder").glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [each for each in tensors if "layers.1.mlp.gate" in each]:
+            tensors[name] = tensors[name][:-1].contiguous()
+        save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight has a wrong shape: expected \["):
+        describe_network(*asked)
 
 
 def test_the_doctor_finds_every_network(
