@@ -227,7 +227,8 @@ def _adapter(
         "lost by a merge",
         Health.NOTE if is_large else Health.OK,
         f"{report.lost_share:.1%} of the changes of bfloat16 weights, sampled in "
-        f"{len(report.losses)} linears; {worst.lost_share:.1%} in {worst.name}: {advice}",
+        f"{len(report.losses)} linears; {worst.lost_share:.1%} in {worst.name}, whose update comes "
+        f"out {worst.error_ratio:.0%} off: {advice}",
     )
 
 

@@ -467,6 +467,8 @@ def test_the_report_counts_what_a_merge_loses(tmp_path: Path) -> None:
     assert loss.lost == int(lost.sum())
     assert loss.changed == delta.numel()
     assert report.lost_share == pytest.approx(loss.lost / loss.changed)
+    wrong = (before.float() + delta).bfloat16().float() - before.float() - delta
+    assert loss.error_ratio == pytest.approx(float(wrong.norm() / delta.norm()), rel=1e-5)
     assert report.should_stay_apart
     assert not adapter_report(large, CONFIG, weights).should_stay_apart
 
