@@ -115,7 +115,7 @@ def look_through(path: Path) -> WeightFolder:
 
     Raises: CheckpointError where it is no folder, or a file in it is damaged.
     """
-    from engine.checkpoint.shards import PICKLE_SUFFIXES, read_shard
+    from engine.checkpoint.shards import PICKLE_SUFFIXES, indexed_names, read_shard
 
     if not path.is_dir():
         raise CheckpointError(f"weights: {path} is no folder")
@@ -130,15 +130,16 @@ def look_through(path: Path) -> WeightFolder:
             continue
         by_file = {file: roles_of(each) for file, each in names.items()}
         kinds = {roles for roles in by_file.values() if roles}
-        if len(kinds) > 1:  # single files side by side
+        listed = indexed_names(folder)
+        if len(kinds) > 1 and not listed:  # single files side by side
             for file, roles in by_file.items():
                 for role in roles:
                     places[role].append(file)
                 if not roles:
                     unknown.append(file)
             continue
-        # Shards of one network: some may lack every mark.
-        roles = roles_of(frozenset().union(*names.values()))
+        # Shards of one network: some may lack every mark, and some may not be there.
+        roles = roles_of(listed.union(*names.values()))
         for role in roles:
             places[role].append(folder)
         if not roles:

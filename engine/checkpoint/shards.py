@@ -14,6 +14,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,18 @@ def check_index(folder: Path, shards: Iterable[Shard]) -> None:
                 raise CheckpointError(
                     f"{folder / name}: tensor {tensor} is missing; {index.name} lists it there"
                 )
+
+
+def indexed_names(folder: Path) -> frozenset[str]:
+    """Names of all tensors that the indexes of a folder list, whether or not their files are there.
+
+    An index that cannot be read lists none here; `find_shards` refuses it.
+    """
+    names: set[str] = set()
+    for index in folder.glob(INDEX_PATTERN):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            names |= set(json.loads(index.read_text())["weight_map"])
+    return frozenset(names)
 
 
 def _first(weight_map: Mapping[str, str], file: str) -> str:

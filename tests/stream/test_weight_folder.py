@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,27 @@ def test_shards_without_a_mark_belong_to_their_folder(tmp_path: Path) -> None:
     _write(tmp_path / "dit" / "2.safetensors", "blocks.7.norm1.weight")
     found = look_through(tmp_path)
     assert found.need(Role.TRANSFORMER) == tmp_path / "dit"
+    assert not found.unknown
+
+
+def test_an_index_tells_what_shards_belong_to(tmp_path: Path) -> None:
+    """Encoder and decoder in two shards are one codec; a shard with the marks may be missing."""
+    tensors = {"a": NAMES[Role.PICTURE_ENCODER], "b": NAMES[Role.DECODER]}
+    for name, inside in tensors.items():
+        _write(tmp_path / "vae" / f"{name}.safetensors", *inside)
+    _write(tmp_path / "text" / "2.safetensors", "model.language_model.layers.7.mlp.up_proj.weight")
+    weight_map = {
+        each: f"{name}.safetensors" for name, inside in tensors.items() for each in inside
+    }
+    (tmp_path / "vae" / "x.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
+    (tmp_path / "text" / "x.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(NAMES[Role.PROMPT_ENCODER], "1.safetensors")})
+    )
+    found = look_through(tmp_path)
+    assert found.places[Role.DECODER] == found.places[Role.PICTURE_ENCODER] == (tmp_path / "vae",)
+    assert found.places[Role.PROMPT_ENCODER] == (tmp_path / "text",)
     assert not found.unknown
 
 
