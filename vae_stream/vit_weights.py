@@ -32,6 +32,7 @@ _EMBEDDERS = {
     "decoder.x_embedder.weight": "original",
     "decoder.proj_in.weight": "diffusers",
 }
+_STATISTICS = ("latents_mean", "latents_std")
 ENCODER_PARTS = ("encoder.", "quant_conv.")
 """Names beside a decoder begin so."""
 _BLOCK = re.compile(r"(?:decoder\.transformer_blocks|blocks)\.(\d+)\.")
@@ -159,7 +160,10 @@ def _ours(name: str, parts: list[Tensor], config: VitConfig, layout: VitLayout) 
 
 
 def read_settings(source: Path) -> dict[str, Any]:
-    """Return what `config.json` beside the weights, or above them, says; nothing without one.
+    """Return what `config.json` beside the weights says, or one folder below; nothing without one.
+
+    The statistics of latents may stand one folder above, as in the original release, where the
+    weights lie in `source` of what wraps them; whatever else stands there is of something else.
 
     Raises:
         ValueError: it holds no json object.
@@ -167,16 +171,21 @@ def read_settings(source: Path) -> dict[str, Any]:
     folder = source if source.is_dir() else source.parent
     settings: dict[str, Any] = {}
     for file in (folder / "config.json", *sorted(folder.glob("*/config.json"))):
-        if not file.exists():
-            continue
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}; expected json") from error
-        if not isinstance(found, dict):
-            raise ValueError(f"{file}: holds {type(found).__name__}; expected a json object")
-        settings = found | settings
-    return settings
+        settings = _read_object(file) | settings
+    above = _read_object(folder.parent / "config.json")
+    return {name: above[name] for name in _STATISTICS if name in above} | settings
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; expected json") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: holds {type(found).__name__}; expected a json object")
+    return found
 
 
 def latent_statistics(
@@ -187,13 +196,11 @@ def latent_statistics(
     Raises:
         ValueError: another number of them than of channels, or none for another model.
     """
-    names = ("latents_mean", "latents_std")
-    found = {name: tuple(map(float, settings[name])) for name in names if name in settings}
+    found = {name: tuple(map(float, settings[name])) for name in _STATISTICS if name in settings}
     if not found and channels == len(H3_LATENTS_MEAN):
         return {}
-    wrong = {
-        name: len(found.get(name, ())) for name in names if len(found.get(name, ())) != channels
-    }
+    counts = {name: len(found.get(name, ())) for name in _STATISTICS}
+    wrong = {name: count for name, count in counts.items() if count != channels}
     if wrong:
         raise ValueError(f"{source}: config.json has {wrong} values; expected {channels} of each")
     return found

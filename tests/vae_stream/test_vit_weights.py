@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.vae_stream.h3_tiny import CONFIG, random_vit, tensors_in, write_folder
-from vae_stream.vit import Vit
+from vae_stream.vit import Vit, VitConfig
 from vae_stream.vit_weights import VitLayout, load_vit
 from vae_stream.weight_files import WeightFiles
 
@@ -81,6 +81,19 @@ def test_weights_may_lie_one_folder_below_the_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
 
     assert load(tmp_path).latents_std.unique().tolist() == [2.0]
+    assert load(tmp_path / "source").latents_std.unique().tolist() == [2.0]
+
+
+def test_of_a_config_above_only_statistics_count(tmp_path: Path) -> None:
+    above = {"latents_mean": [0.5] * 24, "latents_std": [2.0] * 24, "decoder_norm_eps": 0.5}
+    own = {"latents_mean": [0.25] * 24}
+    write_folder(tmp_path / "vae", tensors_in(random_vit(), VitLayout.ORIGINAL), own)
+    (tmp_path / "config.json").write_text(json.dumps(above), encoding="utf-8")
+
+    vit = load(tmp_path / "vae")
+
+    assert vit.config.eps == VitConfig().eps
+    assert (vit.latents_mean.unique().item(), vit.latents_std.unique().item()) == (0.25, 2.0)
 
 
 @pytest.mark.parametrize(
