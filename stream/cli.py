@@ -269,6 +269,10 @@ class Doctor:
     """Folder to look into, shipped, or random; by default what ships, else nothing."""
     lora: File = None
     """Adapter to look at: what it is, and what of it merging into bfloat16 would lose."""
+    prompt_encoder: File = None
+    """Folder of the prompt encoder; by default the one with the weights."""
+    decoder: str = "auto"
+    """Mode of the decoder that serve would be given."""
     size: Text = None
     """Picture size to plan memory for, such as 832x480; by default those that the preset knows."""
     device: str = "auto"
@@ -298,6 +302,8 @@ class Doctor:
                 lora=self.lora,
                 size=self.size,
                 device=self.device,
+                decoder=self.decoder,
+                prompt_encoder=self.prompt_encoder,
             ),
             settings,
         )

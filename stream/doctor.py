@@ -17,7 +17,7 @@ import torch
 from benchmarks.record import size_name
 from engine.checkpoint.adapter_files import PICKLE_SUFFIX as ADAPTER_SUFFIX
 from engine.checkpoint.folder import read_config
-from engine.config import EngineConfig, Geometry, ModelConfig, preset
+from engine.config import EngineConfig, Geometry, ModelConfig, PromptOptions, preset
 from engine.device import present_memory, resolve_device
 from engine.errors import CheckpointError, ConfigError, DeviceError, WorldStreamError
 from engine.lora import adapter_report
@@ -32,7 +32,7 @@ from stream.doctor_machine import (
 from stream.findings import Finding, Health, findings_of
 from stream.plan_world import plan_world
 from stream.settings import ServerSettings
-from stream.weight_checks import describe_network
+from stream.weight_checks import describe_network, describe_prompt_encoder
 from stream.weight_folder import Role, WeightFolder, look_through
 from stream.weight_sources import LICENCE_NOTE, sources_of
 from stream.world_spec import WorldSpec
@@ -96,6 +96,10 @@ class Question:
     size: str | None = None
     """Picture size to plan for; None: all that the preset knows."""
     device: str = "auto"
+    decoder: str = "auto"
+    """Mode of the decoder, as of `serve`."""
+    prompt_encoder: str | None = None
+    """Folder of the prompt encoder, where it does not lie with the weights."""
 
     def __post_init__(self) -> None:
         sizes = [size_name(each) for each in preset(self.preset).geometries]
@@ -111,7 +115,12 @@ class Question:
                 preset=self.preset,
                 geometry=each,
                 weights=self.weights or ("random" if self.preset == "tiny" else "shipped"),
-                engine=EngineConfig(device=self.device, lora=self.lora),
+                decoder=self.decoder,
+                engine=EngineConfig(
+                    device=self.device,
+                    lora=self.lora,
+                    prompts=PromptOptions(encoder=self.prompt_encoder),
+                ),
             )
             for each in preset(self.preset).geometries
             if self.size in (None, size_name(each))
@@ -166,7 +175,8 @@ def _files(spec: WorldSpec, folder: WeightFolder | None, model: ModelConfig) -> 
     if folder is not None:
         yield make("folder", Health.OK, str(folder.path))
         for role, places in folder.places.items():
-            if places:
+            is_elsewhere = role == Role.PROMPT_ENCODER and spec.engine.prompts.encoder is not None
+            if places and not is_elsewhere:
                 yield _network(role, folder, model, spec)
         for file in folder.unknown:
             yield make("unknown", Health.NOTE, f"{file.relative_to(folder.path)}")
@@ -175,8 +185,13 @@ def _files(spec: WorldSpec, folder: WeightFolder | None, model: ModelConfig) -> 
             if file.suffix == ADAPTER_SUFFIX:
                 detail += "; of an adapter, --lora takes it for its tensors alone"
             yield make("pickle", Health.NOTE, f"{file.relative_to(folder.path)}: {detail}")
+    encoder = spec.engine.prompts.encoder
+    if encoder is not None:
+        yield _prompt_encoder(Path(encoder), folder, model)
     for source in needed:
         if folder is not None and folder.places[source.role]:
+            continue
+        if source.role == Role.PROMPT_ENCODER and encoder is not None:
             continue
         health = Health.MISSING if source.is_needed else Health.NOTE
         yield make(
@@ -191,11 +206,22 @@ def _network(role: Role, folder: WeightFolder, model: ModelConfig, spec: WorldSp
     """Whether what lies there for a role is whole."""
     make = findings_of("files")
     try:
-        detail = describe_network(role, folder, model, spec.engine)
+        detail = describe_network(role, folder, spec, model)
     except (WorldStreamError, OSError) as error:
         return make(role, Health.MISSING, str(error))
     names = ", ".join(str(each.relative_to(folder.path)) for each in folder.places[role])
     return make(role, Health.OK, f"{names}: {detail}" if detail else names)
+
+
+def _prompt_encoder(place: Path, folder: WeightFolder | None, model: ModelConfig) -> Finding:
+    """Whether the prompt encoder that was named is whole."""
+    make = findings_of("files")
+    try:
+        model = model if folder is None else read_config(folder.path, model)
+        detail = describe_prompt_encoder(place, model)
+    except (WorldStreamError, OSError) as error:
+        return make(Role.PROMPT_ENCODER, Health.MISSING, str(error))
+    return make(Role.PROMPT_ENCODER, Health.OK, f"{place}: {detail}")
 
 
 def _adapter(

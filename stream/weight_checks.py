@@ -7,6 +7,7 @@ that what is wrong is known before the minutes that reading takes.
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -16,35 +17,34 @@ from engine.config import EngineConfig, ModelConfig, Qwen3VlTextConfig
 from engine.errors import CheckpointError, UnsupportedError
 from engine.prompts.files import find_encoder
 from stream.weight_folder import Role, WeightFolder
+from stream.world_spec import WorldSpec
 from vae_stream.encoder import check_encoder
 from vae_stream.opening import DecoderKind, check_decoder
 
 _GB = 1e9
 
 
-def describe_network(
-    role: Role, folder: WeightFolder, model: ModelConfig, config: EngineConfig
-) -> str:
+def describe_network(role: Role, folder: WeightFolder, spec: WorldSpec, model: ModelConfig) -> str:
     """Check the network of a role and say what it is; nothing of roles whose content is free.
 
     Args:
         role: what it is good for.
         folder: which has it.
+        spec: how it is to be opened.
         model: of the preset.
-        config: how its weights are to be read.
 
     Raises: CheckpointError naming file, tensor, expected and got; UnsupportedError.
     """
     if role == Role.TRANSFORMER:
-        return _describe_transformer(folder, model, config)
+        return _describe_transformer(folder, model, spec.engine)
     if role == Role.DECODER:
-        kind = check_codec_decoder(folder, None)
+        kind = check_codec_decoder(folder, spec.decoder_mode)
         waits = ", which waits for later latents: to play needs --decoder with another mode"
         return f"{kind.network}, {kind.mode}{waits if kind.lookahead_latents else ''}"
     if role == Role.PICTURE_ENCODER:
         return check_picture_encoder(folder)
     if role == Role.PROMPT_ENCODER:
-        return _describe_prompt_encoder(folder, read_config(folder.path, model))
+        return describe_prompt_encoder(folder.need(role), read_config(folder.path, model))
     return ""
 
 
@@ -58,13 +58,19 @@ def _describe_transformer(folder: WeightFolder, model: ModelConfig, config: Engi
     return f"{source}{assumed}"
 
 
-def _describe_prompt_encoder(folder: WeightFolder, model: ModelConfig) -> str:
+def describe_prompt_encoder(place: Path, model: ModelConfig) -> str:
+    """Check a prompt encoder and say what it is.
+
+    Args:
+        place: folder of it.
+        model: which reads it.
+
+    Raises: CheckpointError.
+    """
     text = model.text
     if not isinstance(text, Qwen3VlTextConfig):
         return "not used: this preset reads words of its own"
-    files = find_encoder(
-        folder.need(Role.PROMPT_ENCODER), layers=text.layer, text_dim=model.text_dim
-    )
+    files = find_encoder(place, layers=text.layer, text_dim=model.text_dim)
     size = f"Qwen3-VL, {files.size_bytes / _GB:.2f} GB in {text.layer} layers"
     if importlib.util.find_spec("transformers") is None:
         return f"{size}; shapes are not checked without transformers"

@@ -15,7 +15,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, Qwen3VlTextConfig, preset
-from engine.errors import CheckpointError
 from engine.memory import MemoryPlan, Present
 from engine.text import WordEncoder
 from engine.types import Action, Control, LoadEvent
@@ -26,8 +25,7 @@ from stream.plan_world import plan_world
 from stream.session import ModelWorld, Session
 from stream.settings import load_settings
 from stream.trace import read_trace
-from stream.weight_checks import describe_network
-from stream.weight_folder import Role, look_through
+from stream.weight_folder import look_through
 from stream.workers import spec_of
 from stream.world_source import LoadedWorlds
 from stream.world_spec import WorldSpec, read_start
@@ -162,20 +160,28 @@ def test_an_adapter_of_a_pruned_model_is_planned_and_loaded(tmp_path: Path) -> N
     assert planned.plan.part_gib("adapter") > 0
 
 
-def test_the_doctor_looks_into_the_prompt_encoder(weights: Path, tmp_path: Path) -> None:
+def test_the_doctor_looks_into_the_prompt_encoder(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that lies elsewhere, first whole, then with a tensor of another shape."""
     for name in ("text_encoder", "tokenizer", "processor"):
         shutil.copytree(weights / name, tmp_path / name)
-    shutil.copy(weights / "config.json", tmp_path)
-    model = preset("h3_33b").model
-    asked = Role.PROMPT_ENCODER, look_through(tmp_path), model, EngineConfig()
-    assert describe_network(*asked).startswith("Qwen3-VL, ")
+    options = ["doctor", "--weights", str(weights), "--size", "832x480", "--device", "cpu"]
+    options += ["--prompt-encoder", str(tmp_path), "--decoder", "pair", "--json"]
+
+    def found() -> dict[str, str]:
+        main(options)
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        return {each["name"]: each["detail"] for each in findings if each["section"] == "files"}
+
+    assert found()["prompt encoder"].startswith(f"{tmp_path}: Qwen3-VL, ")
+    assert "pair, which waits for later latents" in found()["decoder"]
     for file in (tmp_path / "text_encoder").glob("*.safetensors"):
         tensors = load_file(file)
         for name in [each for each in tensors if "layers.1.mlp.gate" in each]:
             tensors[name] = tensors[name][:-1].contiguous()
         save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"gate_proj\.weight has a wrong shape: expected \["):
-        describe_network(*asked)
+    assert "gate_proj.weight has a wrong shape: expected [" in found()["prompt encoder"]
 
 
 def test_the_doctor_finds_every_network(
