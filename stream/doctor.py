@@ -183,7 +183,7 @@ def _files(spec: WorldSpec, folder: WeightFolder | None, model: ModelConfig) -> 
         for file in folder.pickles:
             detail = "not looked into, because reading it may run code; expected safetensors"
             if file.suffix == ADAPTER_SUFFIX:
-                detail += "; of an adapter, --lora takes it for its tensors alone"
+                detail = "no adapter, which alone is read so; expected safetensors"
             yield make("pickle", Health.NOTE, f"{file.relative_to(folder.path)}: {detail}")
     encoder = spec.engine.prompts.encoder
     if encoder is not None:

@@ -9,9 +9,10 @@
       audio_vae/             codec of sound, through which silence passes once; or what was kept
 
 Owns the marks by which names of tensors tell networks apart; decoders and picture encoders are the
-affair of `vae_stream`. Invariants: heads of files are read, never a tensor; the weights that ship
-with `mini` and released ones are looked through alike; two places that would serve alike are an
-error that names both, because FL2VA and Ref2VA, for one, differ in nothing but their values.
+affair of `vae_stream`. Invariants: heads of files are read, never a tensor; no code of a pickle
+runs; the weights that ship with `mini` and released ones are looked through alike; two places that
+would serve alike are an error that names both, because FL2VA and Ref2VA, for one, differ in nothing
+but their values.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class WeightFolder:
     unknown: tuple[Path, ...]
     """Files of which nobody here knows what they are."""
     pickles: tuple[Path, ...] = ()
-    """Files that may run code when they are read, so that nobody looks into them."""
+    """Files that may run code when they are read, but for adapters, which are opened for their
+    tensors alone."""
 
     def find(self, role: Role) -> Path | None:
         """Return the place for a role, None where there is none.
@@ -115,6 +117,7 @@ def look_through(path: Path) -> WeightFolder:
 
     Raises: CheckpointError where it is no folder, or a file in it is damaged.
     """
+    from engine.checkpoint.adapter_files import AVERAGES
     from engine.checkpoint.shards import PICKLE_SUFFIXES, indexed_names, read_shard
 
     if not path.is_dir():
@@ -123,9 +126,15 @@ def look_through(path: Path) -> WeightFolder:
     unknown: list[Path] = []
     pickles: list[Path] = []
     for folder in _folders(path, DEPTH):
-        pickles += sorted(each for each in folder.iterdir() if each.suffix in PICKLE_SUFFIXES)
+        pickled = sorted(each for each in folder.iterdir() if each.suffix in PICKLE_SUFFIXES)
         files = sorted(folder.glob("*.safetensors"))
         names = {file: frozenset(read_shard(file).records) for file in files}
+        if not any(Role.ADAPTER in roles_of(each) for each in names.values()):
+            adapters = [each for each in pickled if _holds_adapter(each)]
+            is_averaged = any(each.name == AVERAGES for each in adapters)
+            places[Role.ADAPTER] += [folder] if is_averaged else adapters
+            pickled = [each for each in pickled if each not in adapters]
+        pickles += pickled
         if not names:
             continue
         by_file = {file: roles_of(each) for file, each in names.items()}
@@ -175,6 +184,18 @@ def roles_of(names: frozenset[str]) -> frozenset[Role]:
     if holds_encoder(names):
         roles.add(Role.PICTURE_ENCODER)
     return frozenset(roles)
+
+
+def _holds_adapter(file: Path) -> bool:
+    """Whether a file of torch's own is an adapter, as a training run leaves its averages."""
+    from engine.checkpoint.adapter_files import PICKLE_SUFFIX, PickledTensors
+
+    if file.suffix != PICKLE_SUFFIX:
+        return False
+    try:
+        return Role.ADAPTER in roles_of(frozenset(PickledTensors(file).shapes))
+    except CheckpointError:
+        return False
 
 
 def _folders(path: Path, depth: int) -> Iterator[Path]:

@@ -21,7 +21,9 @@ from engine.errors import CheckpointError
 
 PICKLE_SUFFIX = ".pt"
 """Of torch's own files, which are taken for their tensors alone."""
-_FILES = ("adapter_model_ema.safetensors", "adapter_model.safetensors", "ema.pt")
+AVERAGES = "ema.pt"
+"""Of a training run, where it wrote no safetensors."""
+_FILES = ("adapter_model_ema.safetensors", "adapter_model.safetensors", AVERAGES)
 _FLOATS = ("F32", "BF16", "F16")
 
 

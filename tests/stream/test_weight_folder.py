@@ -124,6 +124,31 @@ def test_what_is_missing_is_named_with_what_is_there(tmp_path: Path) -> None:
         look_through(tmp_path).need(Role.TRANSFORMER)
 
 
+class _Code:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def test_averages_of_a_training_run_are_an_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factors = {name: torch.zeros(2, 2) for name in NAMES[Role.ADAPTER]}
+    for folder in ("averages", "other", "beside"):
+        (tmp_path / folder).mkdir()
+    torch.save({"shadow": factors, "step": 7}, tmp_path / "averages" / "ema.pt")
+    torch.save(factors, tmp_path / "averages" / "adapter.pt")
+    torch.save({"shadow": {"a": _Code()}}, tmp_path / "other" / "ema.pt")
+    assert look_through(tmp_path).need(Role.ADAPTER) == tmp_path / "averages"
+    assert look_through(tmp_path).pickles == (tmp_path / "other" / "ema.pt",)
+
+    _write(tmp_path / "beside" / "a.safetensors", *NAMES[Role.ADAPTER])
+    torch.save(factors, tmp_path / "beside" / "ema.pt")
+    found = look_through(tmp_path)
+    assert found.places[Role.ADAPTER] == (tmp_path / "averages", tmp_path / "beside")
+    assert tmp_path / "beside" / "ema.pt" in found.pickles
+    assert capsys.readouterr().out == ""
+
+
 def test_pickles_are_named_where_something_is_missing(tmp_path: Path) -> None:
     _write(tmp_path / "vit" / "a.safetensors", *NAMES[Role.DECODER])
     for number in range(5):
