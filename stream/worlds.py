@@ -7,6 +7,7 @@ a batch with equal settings share them.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from stream.renderer import RendererWorld, scene_prompt
 from stream.session import ModelWorld, World
 from stream.weight_checks import check_codec
 from stream.weight_folder import Role, WeightFolder, look_through
+from stream.weight_sources import sources_of
 from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from engine.memory import MemoryPlan
     from vae_stream.decoder import StreamingDecoder
     from vae_stream.encoder import ImageEncoder
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +190,10 @@ def load_models(
             f"weights: {spec.weights} is made for {made_for.width_px}x{made_for.height_px}; "
             f"asked for: {asked.width_px}x{asked.height_px}"
         )
+    if folder is not None and planned.engine.lora is None:
+        for source in sources_of(spec.preset):
+            if source.role == Role.ADAPTER:
+                _log.warning("adapter_missing weights=%s: %s", folder.path, source.without)
     news.planned(planned.plan, present)
     with news.stage("transformer"):
         if folder is None:

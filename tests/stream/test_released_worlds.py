@@ -116,12 +116,15 @@ def test_generate_makes_a_video_of_a_released_folder(
     assert trace.header.preset == "h3_33b"
 
 
-def test_the_service_opens_the_same_world_and_tells_how(weights: Path, tmp_path: Path) -> None:
+def test_the_service_opens_the_same_world_and_tells_how(
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     heard, spec = Heard(), _spec(weights, tmp_path)
     source = LoadedWorlds(spec, heard)
     world = source.open(read_start(spec, image=None, scene="meadow-lake"))
     assert isinstance(world, ModelWorld)
     assert heard.told[:3] == ["scene", "planned", "transformer"]
+    assert f"adapter_missing weights={weights}: the transformer was never trained" in caplog.text
     stages = [each for each in heard.told if each not in ("planned", "read")]
     assert stages == ["scene", "transformer", "decoder", "picture encoder", "first picture"]
     assert heard.told.index("read") > heard.told.index("transformer")
