@@ -361,8 +361,9 @@ class EngineConfig:
     takes several files, or an index, for official shards (interleaved per head) and one file for
     a re-packed one (stacked)."""
     free_adaln: bool | Literal["auto"] = "auto"
-    """Give the modulation weights up once their tables are built, but for the third that a new
-    session's audio time needs: 17 GB of the large model. "auto": where it would not fit else."""
+    """Give the modulation weights up once their tables are built: 26 GB of the large model. The
+    third that a new session's audio time needs moves to the machine's memory. "auto": where it
+    would not fit else."""
     audio_vae: str | None = None
     """Folder of the audio autoencoder, through which silence passes once, or the file that was kept
     of it (`engine.silence`). None stands for the mean of all audio latents."""

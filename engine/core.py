@@ -189,7 +189,7 @@ class RolloutCore:
         state.layout, tables, state.prefix_placement = self._placements(inputs)
         state.inputs = inputs
         state.cache.renew_prefix(tables)
-        state.audio = self._modulation.audio(inputs.audio_t_B)
+        state.audio = self._modulation.audio(inputs.audio_t_B, state.audio)
         self._fill_prefix(state)
         self._list_keys(state)
 

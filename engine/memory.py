@@ -255,7 +255,9 @@ def engine_parts(
     blocks_before = model.num_layers * linear_parameter_count(model) * size
     blocks = blocks_before if config.linear == "bf16" else _scheme_bytes(model, config.linear, size)
     rest = (every - adaln) * size - blocks_before
-    kept = adaln * size // 3 if config.free_adaln else adaln * size
+    # The third for audio times goes to the machine's memory, which is a CPU's own.
+    third = adaln * size // 3 if config.free_adaln else 0
+    kept = (0 if is_cuda else third) if config.free_adaln else adaln * size
     times = model.sampler.steps + 2
     vectors = model.num_layers * times * 6 * model.hidden_size * size
     working = _working_bytes(model, size, world_size)
@@ -271,7 +273,8 @@ def engine_parts(
             name="modulation weights",
             loading=adaln * size,
             playing=kept,
-            note="the third for audio times is kept" if config.free_adaln else "",
+            host=third if is_cuda else 0,
+            note="a third, for audio times, is kept there" if config.free_adaln else "",
         ),
         # Once by kind of row, once for video rows alone as a pass reads them.
         MemoryPart.kept("modulation tables", vectors * 4 if config.adaln_tables else 0),

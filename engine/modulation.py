@@ -60,6 +60,8 @@ class AudioTimes:
 
     embedding_BC: Tensor
     kept_B6D: dict[int, Tensor]
+    times: tuple[float, ...] | None = None
+    """Where all vectors are kept: what they are of."""
 
 
 class ModulationTables:
@@ -103,7 +105,8 @@ class ModulationTables:
         self._final_M2D = self._pass_tables = None
 
     def free_weights(self) -> None:
-        """Build every table and give up the weights but for the third that audio times need.
+        """Build every table and give up the weights; the third that audio times need, one of each
+        session, goes to the machine's memory.
 
         Raises: StateError unless tables are kept.
         """
@@ -116,9 +119,31 @@ class ModulationTables:
                 block.add_module("adaln_proj", AudioAdaLN(block.adaln_proj))
         self._are_weights_freed = True
 
-    def audio(self, t_B: Tensor) -> AudioTimes:
-        """Times of the audio rows of each sample."""
-        return AudioTimes(embedding_BC=self._model.time_embedding(t_B), kept_B6D={})
+    def audio(self, t_B: Tensor, before: AudioTimes | None = None) -> AudioTimes:
+        """Times of the audio rows of each sample.
+
+        Args:
+            t_B: the times.
+            before: those that the same rows had until now; without weights on the device the
+                vectors of equal times are taken over, and of others made at once.
+        """
+        if not self._are_weights_freed:
+            return AudioTimes(embedding_BC=self._model.time_embedding(t_B), kept_B6D={})
+        times = tuple(t_B.tolist())
+        if before is not None and before.times == times:
+            return before
+        embedding_BC = self._model.time_embedding(t_B)
+        host_BC = embedding_BC.cpu()
+        kept_B6D = {}
+        for layer in range(self._model.config.num_layers):
+            projection = self._model.block(layer).adaln_proj
+            if isinstance(projection, AudioAdaLN):
+                made_B6D = projection.audio(host_BC)
+            else:
+                # A short form of the weights, which stays.
+                made_B6D = self._model.modulation(layer, embedding_BC)[:, TAG_AUDIO]
+            kept_B6D[layer] = made_B6D.to(t_B.device, self._model.dtype)
+        return AudioTimes(embedding_BC=embedding_BC, kept_B6D=kept_B6D, times=times)
 
     def time_index(self, time: int) -> Tensor:
         """Index of a shared time as a tensor [1]; no copy from the host."""
@@ -187,29 +212,27 @@ class ModulationTables:
         """Vectors of each sample's audio time [B, 6, D]."""
         if layer in audio.kept_B6D:
             return audio.kept_B6D[layer]
-        projection = self._model.block(layer).adaln_proj
-        if isinstance(projection, AudioAdaLN):
-            table_B6D = projection.audio(audio.embedding_BC).to(self._model.dtype)
-        else:
-            table_B6D = self._model.modulation(layer, audio.embedding_BC)[:, TAG_AUDIO]
+        table_B6D = self._model.modulation(layer, audio.embedding_BC)[:, TAG_AUDIO]
         if self._keeps_audio:
             audio.kept_B6D[layer] = table_B6D
         return table_B6D
 
 
 class AudioAdaLN(nn.Module):
-    """What is left of a block's modulation: the rows for audio.
+    """What is left of a block's modulation: the rows for audio, in the machine's memory.
 
-    One product over a third of the outputs; on a GPU its sums may be ordered otherwise.
+    One product over a third of the outputs, once a session, whose sums a CPU orders otherwise than
+    a GPU.
     """
 
     def __init__(self, whole: AdaLN) -> None:
         super().__init__()
         part = whole.linear.out_features // 3
-        self.linear = some_rows(whole.linear, slice(TAG_AUDIO * part, (TAG_AUDIO + 1) * part))
+        rows = slice(TAG_AUDIO * part, (TAG_AUDIO + 1) * part)
+        self.linear = some_rows(whole.linear, rows).to("cpu")
 
     def audio(self, temb_BC: Tensor) -> Tensor:
-        """Return [B, 6, D] for silu(temb)."""
+        """Return [B, 6, D] for silu(temb), all on the CPU."""
         out: Tensor = self.linear(temb_BC.to(self.linear.weight.dtype))
         return out.unflatten(-1, (6, -1))
 

@@ -10,7 +10,7 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, StateError
-from engine.modulation import ModulationTables
+from engine.modulation import AudioAdaLN, ModulationTables
 from tests.tiny import random_action, random_anchor, tiny_config, tiny_engine, tiny_model
 from tests.tolerances import FP32_ROLLOUT_ATOL
 
@@ -38,6 +38,31 @@ def test_a_rollout_needs_no_more_than_the_third_for_audio():
     # One product with a third of the outputs may order its sums otherwise.
     assert (_roll(freed) - _roll(whole)).abs().max() <= FP32_ROLLOUT_ATOL
     assert 3 * _count(freed) == _count(whole)
+
+
+def test_the_third_is_read_once_a_session_and_not_again_for_a_prompt(monkeypatch):
+    engine = Engine.from_random(CONFIG, FREED)
+    read: list[torch.device] = []
+    original = AudioAdaLN.audio
+
+    def watched(self: AudioAdaLN, temb_BC: torch.Tensor) -> torch.Tensor:
+        read.append(temb_BC.device)
+        return original(self, temb_BC)
+
+    monkeypatch.setattr(AudioAdaLN, "audio", watched)
+    _roll(engine)
+    assert read == [torch.device("cpu")] * CONFIG.num_layers
+    _roll(engine)
+    assert len(read) == 2 * CONFIG.num_layers
+
+
+def test_another_audio_time_has_vectors_of_its_own():
+    tables = ModulationTables(tiny_model(CONFIG), keeps_shared=True, keeps_audio=False)
+    tables.free_weights()
+    first = tables.audio(torch.tensor([0.5]))
+    assert tables.audio(torch.tensor([0.5]), first) is first
+    other = tables.audio(torch.tensor([0.25]), first)
+    assert not torch.equal(other.kept_B6D[0], first.kept_B6D[0])
 
 
 def test_weights_that_were_given_up_cannot_be_renewed():
