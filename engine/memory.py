@@ -162,7 +162,7 @@ def choose_plan(
     )
     shared = "" if present.shared_by == 1 else f" for each of {present.shared_by} worlds"
     host = ""
-    if least.peak_gib <= present.device_gib:
+    if least.host_gib > present.host_gib:
         host = f" and {least.host_gib:.1f} GiB of the machine, of which {present.host_gib:.1f} are"
     raise DeviceError(
         f"{size} in {config.dtype} needs about {least.peak_gib:.1f} GiB ({named}); "

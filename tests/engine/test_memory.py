@@ -134,9 +134,11 @@ def test_what_was_asked_for_is_not_changed():
 
 
 def test_eight_bits_need_a_device_that_has_them():
-    present = Present(device_gib=65.0, is_cuda=True)
-    with pytest.raises(DeviceError, match=r"832x480 in bfloat16 needs about 6\d\.\d GiB"):
+    present = Present(device_gib=64.0, is_cuda=True)
+    with pytest.raises(DeviceError, match=r"832x480 in bfloat16 needs about 6\d\.\d GiB") as caught:
         choose_plan(SMALL, BF16, present)
+    # What is lost between allocations is not in the figure; the machine has room for its part.
+    assert "of the machine" not in str(caught.value)
 
 
 def test_the_machine_must_have_room_for_what_is_put_there():
