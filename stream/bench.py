@@ -103,6 +103,13 @@ def as_record(
     scenario, memory = measured.scenario, measured.memory
     line: dict[str, Any] = {
         "name": "engine",
+        "row": "session",
+        "gpu_count": int(measured.device.type == "cuda"),
+        "chunk_ms": measured.chunk.p50,
+        "dit_fps": round(measured.dit_fps, 3),
+        # Nothing else runs here that it could be held against: the ladder does that.
+        "error": None,
+        "peak_gib": round(_peak_mib(measured) / 1024, 3),
         "frames_per_second": round(measured.frames_per_second, 2),
         "preset": scenario.preset,
         "weights": scenario.spec.weights,
@@ -141,6 +148,12 @@ def as_record(
     return line
 
 
+def _peak_mib(measured: Measured) -> float:
+    """Of the tensors on a device, of the process where the machine's memory is the device's."""
+    on_device = measured.memory.device_peak_mib
+    return measured.memory.peak_mib if on_device is None else on_device
+
+
 def _is_compiled(measured: Measured) -> bool:
     asked = measured.scenario.engine.compile
     return asked in ("blocks", "full") or (asked == "auto" and measured.device.type == "cuda")
@@ -166,7 +179,8 @@ def _table(measured: Measured, machine: Machine) -> Table:
     table = Table(
         title=f"{scenario.preset} {size_name(scenario.size)} {measured.dtype}{compiled} on {where}",
         caption=(
-            f"{measured.frames_per_second:.1f} frames/s; load {measured.load_s:.1f} s, first frame "
+            f"{measured.frames_per_second:.1f} frames/s, transformer alone "
+            f"{measured.dit_fps:.1f}; load {measured.load_s:.1f} s, first frame "
             f"{measured.first_frame_s:.2f} s later, warm-up {measured.warm_up_s:.1f} s "
             f"({measured.chunk.dropped_count} chunks, dropped); peak {memory.peak_mib:.0f} MiB, "
             f"drift {memory.drift_mib:+.1f} MiB; a denoise step reaches "

@@ -143,6 +143,13 @@ class Measured:
         return FRAMES_PER_CHUNK / self.chunk.p50 * 1e3
 
     @property
+    def dit_fps(self) -> float:
+        """Frames a second of the transformer alone, refresh included, at median times."""
+        passes = [part for name, part in self.parts.items() if name.startswith("denoise_")]
+        transformer_ms = sum(part.p50 for part in passes) + self.parts["refresh"].p50
+        return FRAMES_PER_CHUNK / transformer_ms * 1e3
+
+    @property
     def share_of_peak(self) -> float:
         """Rate of the median denoise step against that of plain products."""
         return self.denoise_gflop / (self.parts["denoise_1"].p50 / 1e3) / self.product_gflops

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.cpu
 
 SPREAD_KEYS = {"unit", "n", "dropped_count", "p20", "p50", "p80"}
 RECORD_KEYS = {
-    "name", "frames_per_second", "preset", "weights", "geometry", "class", "device", "dtype",
+    "name", "row", "gpu_count", "chunk_ms", "dit_fps", "error", "peak_gib",
+    "frames_per_second", "preset", "weights", "geometry", "class", "device", "dtype",
     "dtype_note", "compile_blocks", "has_frames", "config_hash", "chunk", "cpu_time", "parts",
     "denoise_gflop", "product_gflops", "share_of_peak",
     "load_s", "first_frame_s", "warm_up_s", "memory", "cpu", "cpu_count", "threads", "spin_count",
@@ -34,6 +35,11 @@ def test_bench_engine_prints_and_appends_its_record(
     assert all(set(part) == SPREAD_KEYS for part in record["parts"].values())
     assert (record["chunk"]["n"], record["chunk"]["dropped_count"]) == (2, 7)
     assert record["class"] == "F"
+    passes_ms = sum(part["p50"] for part in [*record["parts"].values()][:5])
+    assert record["dit_fps"] == pytest.approx(17e3 / passes_ms, abs=1e-3)
+    assert record["chunk_ms"] == record["chunk"]["p50"]
+    assert (record["row"], record["gpu_count"], record["error"]) == ("session", 0, None)
+    assert record["peak_gib"] == pytest.approx(record["memory"]["peak_mib"] / 1024, abs=1e-3)
 
 
 def test_ablations_tell_changed_bits_from_equal_ones(capsys: pytest.CaptureFixture[str]) -> None:
