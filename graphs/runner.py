@@ -25,6 +25,7 @@ from graphs.key import GraphKey
 
 _log = logging.getLogger(__name__)
 _GIB = 2**30
+_MISSING = "graph_missing key=%s: runs without a graph for now"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +150,7 @@ class GraphRunner:
         is_due = first_turn < self._turn and identity not in self._refused
         if not is_due or self._captures_left == 0:
             if first_turn == self._turn:
-                self._say_once(key, "graph_missing key=%s: runs without a graph for now")
+                self._say_once(key, _MISSING)
             self.counts.plain += 1
             return self._backend.warm_up(run)
         self._captures_left -= 1
@@ -173,6 +174,7 @@ class GraphRunner:
         self._entries.clear()
         self._first_turns.clear()
         self._refused.clear()
+        self._said.clear()
         self._backend.release_pool()
 
     def close(self) -> None:
@@ -232,6 +234,7 @@ class GraphRunner:
             self._backend.synchronize()
             _, entry = self._entries.popitem(last=False)
             entry.captured.release()
+            self._said.discard((entry.key, _MISSING))
             self.counts.evictions += 1
             _log.info("graph_evicted key=%s replays=%d", entry.key, entry.replay_count)
         if had_entries and not self._entries:

@@ -156,6 +156,22 @@ def test_the_least_recently_used_goes_first(limits):
     _call(runner, run, 7.0, _key(3))
 
 
+@pytest.mark.parametrize("how", ["evicted", "cleared"])
+def test_a_pass_whose_recording_went_says_that_it_is_missing_again(how, caplog):
+    (runner, _), run = _runner(max_entries=1), Doubling()
+    with caplog.at_level("INFO", "graphs.runner"):
+        for _ in range(2):
+            _call(runner, run, 1.0, _key(0))
+        if how == "cleared":
+            runner.clear()
+        else:
+            for _ in range(2):
+                _call(runner, run, 2.0, _key(3))
+        _call(runner, run, 3.0, _key(0))
+    missing = f"graph_missing key={_key(0)}: runs without a graph for now"
+    assert [record.getMessage() for record in caplog.records].count(missing) == 2
+
+
 def test_clear_gives_all_up_and_begins_anew():
     (runner, backend), run = _runner(), Doubling()
     for value in range(2):
