@@ -115,13 +115,6 @@ ROWS = (
         is_approximate=True,
     ),
     Row(
-        name="fp8_attention",
-        title="attention in FP8, too",
-        changes={"attention": "fp8"},
-        is_approximate=True,
-        is_extra=True,
-    ),
-    Row(
         name="sparse",
         title=f"sparse attention, first {SPARSE_STEPS} steps",
         changes={"attention": "sparse"},

@@ -22,10 +22,8 @@ BackendName = Literal[
     "auto", "sdpa", "cudnn", "cudnn_split", "flash", "flex", "fa3", "fa4", "gluon", "products",
     "math",
 ]  # fmt: skip
-AttentionName = Literal[BackendName, "sparse", "fp8"]
-"""A backend for all groups of rows, or "sparse" or "fp8" for the chunk's rows over what is chosen
-else."""
-APPROXIMATE_ATTENTION = ("sparse", "fp8")
+AttentionName = Literal[BackendName, "sparse"]
+"""A backend for all groups of rows, or "sparse" for the chunk's rows over what is chosen else."""
 CompileChoice = Literal["auto", "off", "blocks", "full"]
 GraphChoice = Literal[True, False, "auto", "strict"]
 KernelChoice = Literal["auto", "off", "eager", "fast"]
@@ -46,11 +44,6 @@ LINEAR_SCHEMES = ("auto", "bf16", "fp8_rowwise", "fp8_mixed", "fp8_block")
 VAE_SPATIAL_FACTOR = 16
 FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
 """Pixel frames that the latents of one chunk cover; the pattern repeats every five latents."""
-
-
-def exact_backend(attention: AttentionName) -> BackendName:
-    """Backend of the rows that an approximation leaves alone."""
-    return "auto" if attention == "sparse" or attention == "fp8" else attention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,7 +302,7 @@ class PromptOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """What a run chooses: where and how fast it runs. The maths stays, but for `linear`, for
-    `attention` "sparse" or "fp8" and for `prompts.refinement`, which say so.
+    `attention` "sparse" and for `prompts.refinement`, which say so.
     """
 
     device: str = "auto"
@@ -331,8 +324,7 @@ class EngineConfig:
     attention: AttentionName = "auto"
     """Attention over the window. "auto" measures the backends of this machine once, and keeps the
     choice, because a trace is made again with the same bits only by the same backend. "sparse" is
-    an approximation: it reads a part of the window and a summary (`engine.kernels.sparse`). "fp8"
-    is one, too: products of the chunk's rows in eight bits (`engine.kernels.fp8_attention`)."""
+    an approximation: it reads a part of the window and a summary (`engine.kernels.sparse`)."""
     sparse_tau: float = 1.0
     """Deviations above the mean score at which "sparse" reads a block; larger reads less."""
     sparse_block: int = 64

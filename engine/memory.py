@@ -284,8 +284,6 @@ def engine_parts(
     if config.attention == "sparse":
         summaries = summary_bytes(model, size, config.sparse_block)
         parts.append(MemoryPart.played("summaries", summaries // world_size))
-    if config.attention == "fp8":
-        parts.append(MemoryPart.played("codes of a window", code_bytes(model) // world_size))
     if is_cuda:
         # A recording keeps memory of its own for what a pass makes on its way; all share one pool.
         has_graphs = config.graphs is not False and config.has_shortcuts
@@ -344,16 +342,6 @@ def summary_bytes(model: ModelConfig, size: int, block: int) -> int:
     block_bytes = 2 * model.attention_head_dim * size + 4
     layers = model.num_layers - SPARSE_DENSE_LAYERS
     return layers * model.num_attention_heads * block_count(keys, block) * block_bytes
-
-
-def code_bytes(model: ModelConfig) -> int:
-    """Codes of the keys and values of one layer: see `kernels.fp8_attention`."""
-    from engine.kernels.fp8_attention import room_of
-    from engine.kernels.reference import FP8_BLOCK
-
-    room = room_of(prefix_row_count(model) + model.window_chunks * model.rows_per_chunk)
-    factors = 4 * (room + model.attention_head_dim * room // FP8_BLOCK)
-    return model.num_attention_heads * (2 * room * model.attention_head_dim + factors)
 
 
 def _working_bytes(model: ModelConfig, size: int, world_size: int) -> int:

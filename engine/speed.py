@@ -19,12 +19,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
 from engine.attention.choice import group_shapes, measured_by, plan_attention
-from engine.attention.fp8 import require_fp8, with_fp8
 from engine.attention.placement import PlacementOps, eager_ops, place, turn
 from engine.attention.sparse import require_sparse, with_sparse
 from engine.attention.timing import measure_on
 from engine.block_ops import BlockOps, PlainBlockOps
-from engine.config import EngineConfig, ModelConfig, exact_backend
+from engine.config import EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
 from engine.model.packed_linear import can_pack, pack_blocks
@@ -98,8 +97,6 @@ def check_attention(
     need = AttentionNeed.on(device, dtype, model.attention_head_dim)
     if config.attention == "sparse":
         require_sparse(need, model, config.sparse_steps)
-    elif config.attention == "fp8":
-        require_fp8(need)
     else:
         select_backend(need, config.attention)
 
@@ -169,13 +166,11 @@ def _plan(model: MiniMaxH3Transformer, config: EngineConfig, world_size: int) ->
     shapes = group_shapes(sizes, heads, need)
     plan = plan_attention(
         shapes,
-        exact_backend(config.attention),
+        "auto" if config.attention == "sparse" else config.attention,
         machine=measured_by(name),
         record=CACHE_FOLDER.expanduser() / "attention.json",
         measure=measure_on(device),
     )
-    if config.attention == "fp8":
-        return with_fp8(plan, need)
     if config.attention != "sparse":
         return plan
     return with_sparse(

@@ -7,7 +7,6 @@ Does not own: when they run; the rest of `engine` decides that.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +19,6 @@ from engine.kernels import (
     absorb,
     adaln,
     cases,
-    fp8_attention,
-    fp8_attention_reference,
     fp8_linear,
     qknorm_rope,
     reference,
@@ -78,9 +75,6 @@ F_TOLERANCE = 5e-3
 """bf16 has a relative RMS rounding error near 2e-3; two or three roundings meet."""
 A_TOLERANCE = 4e-2
 """e4m3 has three bits: a uniform error of 1/16 of a value at most, 2.6 % RMS over a binade."""
-
-FP8_ATTENTION_TOLERANCE = math.sqrt(2.0) * A_TOLERANCE
-"""Codes of queries move a logit of unit spread as far as those of weights move a weight."""
 
 PRODUCT_TOLERANCE = 1e-2
 """Fast accumulation on Hopper keeps some 14 bits of a partial sum: 2^-14 of it at each of K / 32
@@ -207,23 +201,6 @@ _TABLE = (
         name="sparse_attend", klass="F", reference=sparse_reference.attend, fused=sparse.attend,
         inputs=cases.sparse_inputs, bytes_moved=lambda case: _window(2)(case) + _heads(2)(case),
         flops=_sparse_flops, is_oracle_timed=False, tolerance=F_TOLERANCE,
-    ),
-    Op(
-        name="window_codes", klass="A", reference=fp8_attention_reference.window_codes,
-        fused=fp8_attention.window_codes, inputs=cases.window_codes_inputs,
-        exact=fp8_attention_reference.padded,
-        bytes_moved=lambda case: 1.5 * _window(2)(case), tolerance=A_TOLERANCE,
-        serves=lambda case: case.width in fp8_attention.WIDTHS,
-    ),
-    Op(
-        name="fp8_attend", klass="A", reference=fp8_attention_reference.fp8_attend,
-        fused=fp8_attention.fp8_attend, inputs=cases.fp8_attend_inputs,
-        exact=fp8_attention_reference.attend_codes, is_oracle_timed=False,
-        bytes_moved=lambda case: _window(1)(case) + _heads(2)(case),
-        flops=lambda case, given: (
-            4.0 * _rows(case) * case.heads * case.width * cases.window_keys(case)
-        ),
-        tolerance=FP8_ATTENTION_TOLERANCE, serves=lambda case: case.width in fp8_attention.WIDTHS,
     ),
     Op(
         name="swiglu", klass="F", reference=reference.swiglu, fused=swiglu.swiglu,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.config import SPARSE_BLOCKS
-from engine.kernels import fp8_attention_reference, reference, sparse_reference
+from engine.kernels import reference, sparse_reference
 from engine.kernels.reference import Rounding
 from engine.kernels.sparse import KeySummary
 from engine.model.prope import projective
@@ -258,23 +258,6 @@ def absorb_inputs(case: Case, device: torch.device) -> dict[str, Any]:
 def window_keys(case: Case) -> int:
     """Keys of a full window, its prefix as long as a chunk; some blocks of them in small cases."""
     return max(7 * case.rows, 329)
-
-
-def window_codes_inputs(case: Case, device: torch.device) -> dict[str, Any]:
-    """Arguments of `window_codes`: all keys of a window, heads outermost as in the cache."""
-    source, shape = Source(case, device), (case.batch_size, case.heads, window_keys(case))
-    k, v = (source.normal(*shape, case.width).transpose(1, 2) for _ in range(2))
-    return {"k_BSNK": k, "v_BSNK": v}
-
-
-def fp8_attend_inputs(case: Case, device: torch.device) -> dict[str, Any]:
-    """Arguments of `fp8_attend`: the last block of keys is not whole."""
-    window = window_codes_inputs(case, device)
-    names = ("k_codes", "k_factors", "v_codes", "v_factors")
-    codes = fp8_attention_reference.window_codes(**window)
-    made = {name: each.contiguous() for name, each in zip(names, codes, strict=True)}
-    q_BRNK = Source(case, device).rows(case.heads, case.width)
-    return {"q_BRNK": q_BRNK, **made, "keys": window_keys(case)}
 
 
 def summarize_inputs(case: Case, device: torch.device) -> dict[str, Any]:

@@ -20,19 +20,11 @@ from torch import Tensor
 
 from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
 from engine.attention.choice import group_shapes
-from engine.attention.fp8 import with_fp8
 from engine.attention.sparse import with_sparse
 from engine.checkpoint.folder import read_config, sampled_hash, verify_manifest
 from engine.checkpoint.reading import load_model
 from engine.checkpoint.source import open_source
-from engine.config import (
-    SPARSE_STEPS,
-    AttentionName,
-    EngineConfig,
-    ModelConfig,
-    exact_backend,
-    preset,
-)
+from engine.config import SPARSE_STEPS, AttentionName, EngineConfig, ModelConfig, preset
 from engine.core import RolloutCore
 from engine.linears import check_linears
 from engine.model.dit import MiniMaxH3Transformer
@@ -102,7 +94,7 @@ def load(
         dtype: of the transformer's blocks and of the autoencoder.
         stage: of a training run: "distil" or "flow"; the best that is there when empty.
         linear: scheme of the linears of the blocks; "bf16" leaves them in `dtype`.
-        attention: backend of the attention over the window, or "sparse", or "fp8".
+        attention: backend of the attention over the window, or "sparse".
         sparse_tau: see `SparseAttention`.
         sparse_block: see `EngineConfig`.
         sparse_steps: see there.
@@ -119,9 +111,7 @@ def load(
     sizes = preset("mini").model
     check_linears(linear, sizes, device, dtype)
     need = AttentionNeed.on(device, dtype, sizes.attention_head_dim)
-    plan = AttentionPlan.of(select_backend(need, exact_backend(attention)))
-    if attention == "fp8":
-        plan = with_fp8(plan, need)
+    plan = AttentionPlan.of(select_backend(need, "auto" if attention == "sparse" else attention))
     if attention == "sparse":
         shape = group_shapes(sizes, sizes.num_attention_heads, need)[-1]
         plan = with_sparse(

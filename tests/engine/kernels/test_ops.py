@@ -150,10 +150,7 @@ def _given(name: str, **changes):
     return OPS[name].inputs(OPS[name].cases[0], torch.device("cpu")) | changes
 
 
-ON_A_CPU = (
-    "quantize_rows", "quantize_rows_block", *PRODUCTS, "summarize", "sparse_attend",
-    "window_codes", "fp8_attend",
-)  # fmt: skip
+ON_A_CPU = ("quantize_rows", "quantize_rows_block", *PRODUCTS, "summarize", "sparse_attend")
 KERNELS = [name for name in OPS if name not in ON_A_CPU]
 
 
