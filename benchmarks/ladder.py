@@ -33,7 +33,7 @@ from benchmarks.plot import save_waterfall
 from benchmarks.record import append_record, parse_geometry
 from engine.config import PRESET_NAMES
 from engine.errors import ConfigError, WorldStreamError
-from engine.ranks import Ranks, joined_ranks
+from engine.ranks import Ranks, end_process, joined_ranks
 
 EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
 
@@ -136,4 +136,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

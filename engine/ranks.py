@@ -106,6 +106,17 @@ def joined_ranks(device: str, on_failure: Callable[[Exception, int], int]) -> It
     dist.destroy_process_group()
 
 
+def end_process(code: int) -> NoReturn:
+    """End a command; a rank does so at once.
+
+    What still refers to an exchange when the interpreter ends takes its threads down while they
+    run, and the rank that has done everything aborts.
+    """
+    if dist.is_torchelastic_launched():
+        _leave(code)
+    sys.exit(code)
+
+
 def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()

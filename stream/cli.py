@@ -437,4 +437,6 @@ def _say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from engine.ranks import end_process
+
+    end_process(main())

@@ -67,6 +67,17 @@ def test_as_many_ranks_make_it_again(made):
     assert result.stdout.count("same as recorded: 2 of 2 chunks") == 1
 
 
+@pytest.mark.parametrize(("run_id", "late"), [({}, "late\n"), ({"TORCHELASTIC_RUN_ID": "1"}, "")])
+def test_a_rank_ends_before_the_interpreter_takes_anything_down(run_id, late):
+    code = "import atexit, engine.ranks as r; atexit.register(print, 'late'); r.end_process(3)"
+    others = {name: value for name, value in os.environ.items() if "TORCHELASTIC" not in name}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=others | run_id, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (3, late)
+
+
 def test_fewer_are_refused(made, capsys):
     folder, _ = made
     assert main(["replay", str(folder / "a.trace.jsonl")]) == 2
