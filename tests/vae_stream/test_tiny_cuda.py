@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphs.runner import GraphRunner
 from tests.vae_stream.h3_tiny import randomise
+from tests.vae_stream.streams import assert_equal, decode
 from vae_stream import TinyDecoder, TinyVae, TinyVaeConfig
 from vae_stream.recorded import decode_runner
 from vae_stream.taeh3 import Taeh3, Taeh3Config
@@ -61,16 +62,6 @@ def plain(network: TinyVae | Taeh3) -> TinyDecoder:
 def latents(count: int, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return list(torch.randn(count, 1, 24, 10, 16, generator=generator).cuda())
-
-
-def decode(decoder: TinyDecoder, z: list[Tensor]) -> list[Tensor]:
-    state = decoder.new_state()
-    return [chunk.frames_THWC for one in z for chunk in decoder.push(state, one)]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), f"latent {index}"
 
 
 @pytest.mark.parametrize("measures", [False, True], ids=["by rule", "cuDNN measures"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphs.runner import GraphRunner, RunnerLimits
 from tests.graphs.tape import TapeCapture
+from tests.vae_stream.streams import assert_equal, decode
 from vae_stream import TinyDecoder, TinyVae, TinyVaeConfig
 from vae_stream.recorded import decode_runner
 from vae_stream.taeh3 import Taeh3, Taeh3Config
@@ -59,16 +60,6 @@ def plain(network: TinyVae | Taeh3) -> TinyDecoder:
 
 def latents(count: int, seed: int = 1) -> list[Tensor]:
     return list(torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(seed)))
-
-
-def decode(decoder: TinyDecoder, z: list[Tensor]) -> list[Tensor]:
-    state = decoder.new_state()
-    return [chunk.frames_THWC for one in z for chunk in decoder.push(state, one)]
-
-
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert torch.equal(one, other), f"latent {index}"
 
 
 def test_a_stream_has_two_recordings_and_the_bits_of_plain_calls(
