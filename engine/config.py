@@ -342,7 +342,8 @@ class EngineConfig:
     scale a row, which is an approximation, "fp8_block" with one for each 128 channels, "fp8_mixed"
     with each where it tells and attention's output as it is; or a json file of one's own
     (`schemes.read_scheme`).
-    "auto": "bf16" wherever that fits, see `memory.choose_plan`."""
+    "auto": "bf16" wherever that fits, else "fp8_mixed" where the device has it and that fits, else
+    "fp8_rowwise"; see `memory.choose_plan`."""
     lora: str | None = None
     """An adapter: a file, or the folder that training left it in."""
     lora_mode: LoraChoice = "auto"

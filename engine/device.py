@@ -141,6 +141,7 @@ def present_memory(device: torch.device, *, shared_by: int = 1) -> Present:
         host_gib=part_gib(torch.device("cpu")),
         is_cuda=True,
         has_fp8=torch.cuda.get_device_capability(device) >= FP8_CAPABILITY,
+        no_fp8_blocks=blocks_refusal(device),
         shared_by=shared_by,
     )
 

@@ -28,7 +28,7 @@ from engine.errors import CheckpointError, UnsupportedError
 from engine.lora import change_weights, install_adapter, merged
 from engine.model.dit import MiniMaxH3Transformer
 from engine.quant import Fp8Linear, quantize_, refusal, whole_groups
-from engine.schemes import Rule, check_blocks, layer_rules, scheme_of
+from engine.schemes import Rule, check_blocks, layer_rules, scheme_of, width_refusal
 
 _FORM = 2
 """Raised when the same weights would give other codes."""
@@ -159,19 +159,20 @@ def check_linears(name: str, model: ModelConfig, device: torch.device, dtype: to
     """Refuse a scheme that could not be followed, before weights are read.
 
     Raises: ConfigError for a scheme that is no such thing or names blocks that are not there,
-        UnsupportedError where eight bits do not run or no linear can have them.
+        UnsupportedError where eight bits do not run, or not in all linears that it names.
     """
     scheme = scheme_of(name)
     check_blocks(scheme, model.num_layers)
     reason = refusal(scheme, device, dtype)
     if reason is not None:
         raise UnsupportedError(f"linear is {name!r}; allowed here: 'bf16', because {reason}")
-    if name != "bf16" and not layer_rules(scheme, model):
-        sides = " or ".join(sorted({f"{rule.width_multiple}" for rule in scheme}))
+    reason = width_refusal(scheme, model)
+    if reason is None and name != "bf16" and not layer_rules(scheme, model):
+        reason = "the scheme names none of its linears"
+    if reason is not None:
         raise UnsupportedError(
             f"linear is {name!r}; allowed for this model of {model.num_layers} blocks: 'bf16', "
-            "because the scheme names no linear that it has"
-            + (f" with sides that are multiples of {sides}" if sides else "")
+            f"because {reason}"
         )
 
 

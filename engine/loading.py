@@ -301,8 +301,9 @@ def _resolve_memory(
         _log.info("dtype_chosen dtype=%s device=%s (%s)", choice.dtype, device, choice.reason)
     found = plan(choice.dtype)
     _log.info(
-        "memory_planned peak_gib=%.1f playing_gib=%.1f present_gib=%.1f linear=%s free_adaln=%s",
-        found.peak_gib, found.playing_gib, present.device_gib, found.linear, found.free_adaln,
+        "memory_planned peak_gib=%.1f playing_gib=%.1f present_gib=%.1f free_adaln=%s linear=%s",
+        found.peak_gib, found.playing_gib, present.device_gib, found.free_adaln,
+        found.linear_words,
     )  # fmt: skip
     resolved = dataclasses.replace(
         config,
@@ -312,7 +313,7 @@ def _resolve_memory(
         free_adaln=found.free_adaln,
         prompts=places[found.beside_index],
     )
-    return resolve_speed(resolved, device), choice
+    return resolve_speed(resolved, device, model_config), choice
 
 
 def _randomize(name: str, parameter: Tensor, generator: torch.Generator) -> None:

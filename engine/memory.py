@@ -32,6 +32,10 @@ on a CPU a process with its libraries."""
 FRAGMENTATION = 0.02
 """Share of the memory of a CUDA device that lies idle between what is allocated there."""
 _BESIDE_THE_PASS_BYTES = 64 * MIB
+AUTO_LINEARS = ("bf16", "fp8_mixed", "fp8_rowwise")
+"""What linears may be by themselves, the one wanted most first. In eight bits the mixed ones keep
+all figures by which quality is judged on the small world, those by row all but two of a hundred, in
+1.6 GiB less of the large model and a little faster."""
 DtypeName = Literal["float32", "bfloat16"]
 
 
@@ -78,6 +82,8 @@ class Present:
     is_cuda: bool = False
     has_fp8: bool = False
     """Whether the device has products in eight bits."""
+    no_fp8_blocks: str | None = None
+    """Why it has none with factors of blocks; None where it has them."""
     shared_by: int = 1
     """Processes that each have so much."""
 
@@ -93,6 +99,8 @@ class MemoryPlan:
     parts: tuple[MemoryPart, ...]
     beside_index: int = 0
     """Which of the alternatives beside the engine was taken."""
+    linear_reason: str = ""
+    """Why the linears are none of those wanted more; empty where there are none."""
 
     @property
     def loading_gib(self) -> float:
@@ -114,11 +122,19 @@ class MemoryPlan:
         """Of the machine."""
         return sum(part.host for part in self.parts) / GIB
 
+    @property
+    def linear_words(self) -> str:
+        """The linears and why, for people."""
+        return self.linear + (f" ({self.linear_reason})" if self.linear_reason else "")
+
     def fits(self, present: Present) -> bool:
         """Whether there is enough of both; on CUDA some is lost between allocations."""
-        lost = 1.0 + (FRAGMENTATION if present.is_cuda else 0.0)
-        is_on_device = self.peak_gib * lost <= present.device_gib
+        is_on_device = self.needed_gib(present) <= present.device_gib
         return is_on_device and self.host_gib <= present.host_gib
+
+    def needed_gib(self, present: Present) -> float:
+        """The peak with what is lost between allocations."""
+        return self.peak_gib * (1.0 + (FRAGMENTATION if present.is_cuda else 0.0))
 
     def part_gib(self, name: str) -> float:
         """One part while a world is played, 0 where there is none of that name."""
@@ -137,7 +153,8 @@ def choose_plan(
     """Return the first plan that fits, in the order of what is given up for it.
 
     First of all nothing; then the modulation weights, whose tables stay; then the first place of
-    what stands beside; then the bits of the linears. Only what is "auto" is chosen.
+    what stands beside; then the bits of the linears, of as few as suffice. Only what is "auto" is
+    chosen.
 
     Args:
         model: at the picture size asked for.
@@ -150,9 +167,10 @@ def choose_plan(
     Raises: DeviceError with needed and present memory, and what would fit.
     """
     plans = list(_plans(model, config, present, world_size=world_size, beside=beside))
-    for plan in plans:
+    for index, plan in enumerate(plans):
         if plan.fits(present):
-            return plan
+            reason = _linear_reason(model, config, present, plans[: index + 1])
+            return dataclasses.replace(plan, linear_reason=reason)
     least = min(plans, key=lambda plan: plan.peak_gib)
     advice = _advice(model, config, present, geometries, world_size=world_size, beside=beside)
     size = f"{model.geometry.width_px}x{model.geometry.height_px}"
@@ -181,11 +199,10 @@ def _plans(
 ) -> Iterator[MemoryPlan]:
     """All plans that the configuration allows, the one that gives up least first."""
     assert config.dtype != "auto"
-    can_quantize = present.is_cuda and present.has_fp8 and config.dtype == "bfloat16"
-    can_quantize &= config.lora_mode not in ("separate", "fused")
     linears = [config.linear]
     if config.linear == "auto":
-        linears = ["bf16", "fp8_rowwise"] if can_quantize else ["bf16"]
+        refused = _refused_linears(model, config, present)
+        linears = [name for name in AUTO_LINEARS if name not in refused]
     frees = [config.free_adaln is True]
     if config.free_adaln == "auto":
         frees = [False, True] if config.has_shortcuts else [False]
@@ -208,6 +225,50 @@ def _plans(
                 )
 
 
+def _refused_linears(model: ModelConfig, config: EngineConfig, present: Present) -> dict[str, str]:
+    """Which of `AUTO_LINEARS` this device or this model does not have, and why."""
+    from engine.schemes import layer_rules, scheme_of, width_refusal
+
+    why_all, refused = None, dict[str, str]()
+    if not (present.is_cuda and present.has_fp8):
+        why_all = "the device has no products in eight bits"
+    elif config.dtype != "bfloat16":
+        why_all = f"dtype is {config.dtype}"
+    elif config.lora_mode in ("separate", "fused"):
+        why_all = f"lora_mode is {config.lora_mode}"
+    for name in AUTO_LINEARS:
+        scheme = scheme_of(name)
+        if not scheme:
+            continue
+        why = why_all or width_refusal(scheme, model)
+        if why is None and not layer_rules(scheme, model):
+            why = f"of {model.num_layers} blocks the outer ones stay as they are"
+        if why is None and any(rule.in_blocks for rule in scheme):
+            why = present.no_fp8_blocks
+        if why is not None:
+            refused[name] = why
+    return refused
+
+
+def _linear_reason(
+    model: ModelConfig, config: EngineConfig, present: Present, plans: Sequence[MemoryPlan]
+) -> str:
+    """Why the last plan has none of the linears before its own; the others do not fit."""
+    if config.linear != "auto":
+        return ""
+    refused = _refused_linears(model, config, present)
+    reasons = []
+    for name in AUTO_LINEARS[: AUTO_LINEARS.index(plans[-1].linear)]:
+        if name in refused:
+            reasons.append(f"no {name}: {refused[name]}")
+            continue
+        least = min((plan for plan in plans if plan.linear == name), key=lambda plan: plan.peak_gib)
+        place = "" if least.needed_gib(present) > present.device_gib else " of the machine"
+        needed_gib = least.host_gib if place else least.needed_gib(present)
+        reasons.append(f"{name} needs {needed_gib:.1f} GiB{place}")
+    return ", ".join(reasons)
+
+
 def _advice(
     model: ModelConfig,
     config: EngineConfig,
@@ -219,22 +280,22 @@ def _advice(
 ) -> list[str]:
     """What to ask for instead, in words."""
 
-    def fits(size: Geometry = model.geometry, **changes: str | bool) -> bool:
+    def fitting(size: Geometry = model.geometry, **changes: str | bool) -> MemoryPlan | None:
         sized = dataclasses.replace(model, geometry=size)
         changed = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
         plans = _plans(sized, changed, present, world_size=world_size, beside=beside)
-        return any(plan.fits(present) for plan in plans)
+        return next((plan for plan in plans if plan.fits(present)), None)
 
     advice = []
-    fitting = [each for each in geometries if fits(each)]
-    if fitting:
-        best = max(fitting, key=lambda each: each.rows_per_latent)
+    sizes = [each for each in geometries if fitting(each)]
+    if sizes:
+        best = max(sizes, key=lambda each: each.rows_per_latent)
         advice.append(f"{best.width_px}x{best.height_px} fits")
-    if config.dtype == "float32" and fits(dtype="bfloat16"):
+    if config.dtype == "float32" and fitting(dtype="bfloat16"):
         advice.append("bfloat16 fits")
-    if config.linear == "bf16" and present.has_fp8 and fits(linear="auto"):
-        advice.append("linear fp8_rowwise fits")
-    if config.free_adaln is False and config.has_shortcuts and fits(free_adaln="auto"):
+    if config.linear == "bf16" and (plan := fitting(linear="auto")):
+        advice.append(f"linear {plan.linear} fits")
+    if config.free_adaln is False and config.has_shortcuts and fitting(free_adaln="auto"):
         advice.append("free_adaln fits")
     return advice
 

@@ -8,6 +8,7 @@ stays as it is. Pure: nothing here touches a weight or a device.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -118,6 +119,30 @@ def layer_rules(scheme: Scheme, model: ModelConfig) -> dict[Layer, Rule]:
             if rule is not None and rule.serves(*shape):
                 rules[index, name] = rule
     return rules
+
+
+def width_refusal(scheme: Scheme, model: ModelConfig) -> str | None:
+    """Return which width of a model a scheme does not serve, or None.
+
+    A layer that a rule names and that cannot have its form would stay as it is, unasked.
+    """
+    heads = "num_attention_heads x attention_head_dim", model.attention_dim
+    hidden, ffn = ("hidden_size", model.hidden_size), ("ffn_dim", model.ffn_dim)
+    sides: dict[LinearName, tuple[tuple[int, tuple[str, int]], ...]] = {
+        "qkv": ((3, heads), (1, hidden)), "out": ((1, hidden), (1, heads)),
+        "up": ((2, ffn), (1, hidden)), "down": ((1, hidden), (1, ffn)),
+    }  # fmt: skip
+    for index in range(model.num_layers):
+        for name in LINEARS:
+            rule = rule_of(scheme, index, model.num_layers, name)
+            if rule is None:
+                continue
+            for times, (field, value) in sides[name]:
+                if times * value % rule.width_multiple:
+                    form = "eight bits in blocks" if rule.in_blocks else "eight bits"
+                    step = rule.width_multiple // math.gcd(rule.width_multiple, times)
+                    return f"{field} is {value} and {name} in {form} needs multiples of {step}"
+    return None
 
 
 def check_blocks(scheme: Scheme, count: int) -> None:

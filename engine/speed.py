@@ -24,9 +24,11 @@ from engine.attention.sparse import require_sparse, with_sparse
 from engine.attention.timing import measure_on
 from engine.block_ops import BlockOps, PlainBlockOps
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedError
+from engine.kernels.qknorm_rope import check_head
 from engine.model.dit import MiniMaxH3Transformer, TransformerBlock
 from engine.model.packed_linear import can_pack, pack_blocks
+from engine.schemes import layer_rules, scheme_of
 from graphs.capture import CudaCapture
 from graphs.compile import compile_module, compile_region, keep_compiled_code
 from graphs.runner import GraphRunner, RunnerLimits
@@ -50,10 +52,16 @@ class SpeedParts:
     runner: GraphRunner | None
 
 
-def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Replace "auto" in `compile`, `graphs` and `kernels` by what this device gets.
+def resolve_speed(config: EngineConfig, device: torch.device, model: ModelConfig) -> EngineConfig:
+    """Replace "auto" in `compile`, `graphs` and `kernels` by what this device and model get.
 
-    Raises: ConfigError for graphs or kernels where there is no CUDA.
+    Args:
+        config: its `linear` is resolved.
+        device: where the model will be.
+        model: its shapes.
+
+    Raises: ConfigError for graphs or kernels where there is no CUDA, UnsupportedError for kernels
+        that do not serve the model.
     """
     is_cuda = device.type == "cuda"
     wants_kernels = config.kernels in ("eager", "fast")
@@ -63,6 +71,12 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
                 f"{name} is {getattr(config, name)!r} on {device}; allowed there: "
                 f"{'False' if name == 'graphs' else repr('off')}"
             )
+    no_kernels = kernels_refusal(config.linear, model)
+    if wants_kernels and no_kernels is not None:
+        raise UnsupportedError(
+            f"kernels is {config.kernels!r}; allowed for this model with linear "
+            f"{config.linear!r}: 'off', because {no_kernels}"
+        )
     compiling, graphs, kernels = config.compile, config.graphs, config.kernels
     why = None
     pays = is_cuda or config.is_long_lived
@@ -73,7 +87,9 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
     can_compile = pays and config.has_shortcuts and why is None
     if kernels == "auto":
         can_fuse = is_cuda and can_compile and compiling in ("auto", "off")
-        kernels = "fast" if can_fuse else "off"
+        if can_fuse and no_kernels is not None:
+            _log.warning("kernels_left_out linear=%s: %s", config.linear, no_kernels)
+        kernels = "fast" if can_fuse and no_kernels is None else "off"
     if compiling == "auto":
         compiling = "off"
         if can_compile and kernels == "off":
@@ -85,6 +101,18 @@ def resolve_speed(config: EngineConfig, device: torch.device) -> EngineConfig:
         device, compiling, graphs, kernels, config.linear,
     )  # fmt: skip
     return dataclasses.replace(config, compile=compiling, graphs=graphs, kernels=kernels)
+
+
+def kernels_refusal(linear: str, model: ModelConfig) -> str | None:
+    """Return why the fused kernels do not serve a model with such linears, or None."""
+    rules = layer_rules(scheme_of(linear), model)
+    in_blocks = any(name == "out" and rule.in_blocks for (_, name), rule in rules.items())
+    width = model.attention_head_dim
+    try:
+        check_head(f"attention_head_dim is {width}", width, model.rotary_dim, in_blocks=in_blocks)
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 def check_attention(

@@ -172,8 +172,8 @@ class Serve:
     decoder: Text = None
     """Mode of the decoder, which also chooses among several; by default the best that is there."""
     linear: Text = None
-    """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, fp8_mixed,
-    fp8_block, or a json file."""
+    """Products of the blocks: auto (bf16 wherever that fits, else fp8_mixed, else fp8_rowwise),
+    bf16, fp8_rowwise, fp8_mixed, fp8_block, or a json file."""
     attention: Text = None
     """Over the window: auto, the name of a backend, or sparse, which is an approximation."""
     sparse_tau: Number = None

@@ -282,7 +282,9 @@ def _memory(sizes: Sequence[PlannedSize], present: Present) -> Iterator[Finding]
         name = size_name(each.geometry)
         if each.plan is not None:
             residency = ", modulation weights given up" if each.plan.free_adaln else ""
-            detail = f"fits: {each.plan.peak_gib:.1f} GiB, linears {each.plan.linear}{residency}"
+            detail = (
+                f"fits: {each.plan.peak_gib:.1f} GiB, linears {each.plan.linear_words}{residency}"
+            )
             yield make(name, Health.OK, detail)
         else:
             yield make(name, Health.NOTE if fits_any else Health.MISSING, each.reason)
@@ -298,6 +300,7 @@ def _size_as_json(size: PlannedSize) -> dict[str, Any]:
         "fits": True,
         "dtype": plan.dtype,
         "linear": plan.linear,
+        "linear_reason": plan.linear_reason,
         "free_adaln": plan.free_adaln,
         "loading_gib": round(plan.loading_gib, 3),
         "playing_gib": round(plan.playing_gib, 3),

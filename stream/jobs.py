@@ -87,8 +87,8 @@ class JobOptions:
     decoder: str = "auto"
     """Mode of the decoder, which also chooses among several; auto: the best that is there."""
     linear: str = "auto"
-    """Products of the blocks: auto (bf16 wherever that fits), bf16, fp8_rowwise, fp8_mixed,
-    fp8_block, or a json file."""
+    """Products of the blocks: auto (bf16 wherever that fits, else fp8_mixed, else fp8_rowwise),
+    bf16, fp8_rowwise, fp8_mixed, fp8_block, or a json file."""
     attention: str = "auto"
     """Over the window: auto, the name of a backend, or sparse, which is an approximation."""
     sparse_tau: Number = "1"

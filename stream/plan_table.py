@@ -22,11 +22,12 @@ def plan_table(plan: MemoryPlan, present: Present) -> Table:
     host = (
         f", {plan.host_gib:.1f} of {present.host_gib:.1f} of the machine" if plan.host_gib else ""
     )
+    why = f"\nlinears {plan.linear_words}" if plan.linear_reason else ""
     table = Table(
         title=f"Memory at {size.width_px}x{size.height_px}: {plan.dtype}, linears {plan.linear}"
         f"{modulation}",
         caption=f"{'fits' if fits else 'DOES NOT FIT'}: {plan.peak_gib:.1f} of "
-        f"{present.device_gib:.1f} GiB that are free{host}",
+        f"{present.device_gib:.1f} GiB that are free{host}{why}",
     )
     for title in ("part", "loading", "playing", "machine", "note"):
         table.add_column(title, justify="left" if title in ("part", "note") else "right")

@@ -46,7 +46,7 @@ class ServerSettings(BaseSettings):
     decoder: str = "auto"
     """Mode of the decoder, which also chooses among several; auto: the best that is there."""
     linear: str = "auto"
-    """Products of the blocks; auto: bf16 wherever that fits, else eight bits."""
+    """Products of the blocks; auto: bf16 wherever that fits, else fp8_mixed, else fp8_rowwise."""
     attention: AttentionName = "auto"
     """Over the window; auto: what is fastest here; sparse: a part in summary, an approximation."""
     sparse_tau: Annotated[float, Field(ge=-SPARSE_TAU_LIMIT, le=SPARSE_TAU_LIMIT)] = 1.0

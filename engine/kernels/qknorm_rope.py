@@ -23,12 +23,19 @@ from engine.kernels import contract
 from engine.kernels.reference import FP8_BLOCK
 
 
-def check_head(op: str, width: int, start: int) -> None:
-    """Raises: UnsupportedError for a width that does not divide into pairs and groups of four."""
+def check_head(op: str, width: int, start: int, *, in_blocks: bool = False) -> None:
+    """Refuse heads that are no pairs and groups of four, or no whole parts of a block of channels.
+
+    Raises: UnsupportedError.
+    """
     if start % 2 or start < 2 or width <= start or (width - start) % 4:
         raise UnsupportedError(
             f"{op}: heads have {width} channels, {start} of them rotary; allowed: an even number, "
             "at least 2, that leaves a positive multiple of 4"
+        )
+    if in_blocks and FP8_BLOCK % width:
+        raise UnsupportedError(
+            f"{op}: heads of {width} channels in blocks; allowed: divisors of {FP8_BLOCK}"
         )
 
 
@@ -170,10 +177,12 @@ def _(raw_BRNK: Tensor, cos_RK: Tensor, sin_RK: Tensor, key_BRNK: Tensor, roundi
     return None
 
 
-def _check_turn(op: str, o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> None:
+def _check_turn(
+    op: str, o_BRNK: Tensor, matrix_BG44: Tensor, start: int, *, in_blocks: bool = False
+) -> None:
     contract.require_kernels(op, o_BRNK)
     contract.require_rows(op, o=o_BRNK)
-    check_head(op, o_BRNK.shape[-1], start)
+    check_head(op, o_BRNK.shape[-1], start, in_blocks=in_blocks)
     _check_matrix(op, "matrix", matrix_BG44, o_BRNK.shape[0], o_BRNK.shape[1])
 
 
@@ -201,14 +210,10 @@ def turn_output_fp8(
     """
     from engine.kernels import qknorm_rope_triton
 
-    op, width = "turn_output_fp8", o_BRNK.shape[3]
-    _check_turn(op, o_BRNK, matrix_BG44, start)
+    op = "turn_output_fp8"
+    _check_turn(op, o_BRNK, matrix_BG44, start, in_blocks=in_blocks)
     if in_blocks:
-        contract.require_blocks(op, o_BRNK.shape[2] * width)
-        if FP8_BLOCK % width:
-            raise UnsupportedError(
-                f"{op}: heads of {width} channels in blocks; allowed: divisors of {FP8_BLOCK}"
-            )
+        contract.require_blocks(op, o_BRNK.shape[2] * o_BRNK.shape[3])
     return qknorm_rope_triton.turn_output_fp8(o_BRNK, matrix_BG44, start, in_blocks)
 
 

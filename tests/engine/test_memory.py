@@ -115,7 +115,7 @@ def test_what_fits_is_left_as_it_is():
         (100.0, ("bf16", 0, False)),
         (85.0, ("bf16", 0, True)),
         (67.5, ("bf16", 1, True)),
-        (64.0, ("fp8_rowwise", 0, True)),
+        (64.0, ("fp8_mixed", 0, True)),
     ],
     ids=["all", "tables", "beside", "eight-bits"],
 )
@@ -127,9 +127,51 @@ def test_things_are_given_up_in_order(device_gib, expected):
     assert (plan.linear, plan.beside_index, plan.free_adaln) == expected
 
 
+@pytest.mark.parametrize(
+    ("device_gib", "no_blocks", "changes", "expected"),
+    [
+        (104.0, None, {}, ("bf16", "")),
+        (90.0, None, {}, ("fp8_mixed", "bf16 needs 103.3 GiB")),
+        (88.0, None, {}, ("fp8_rowwise", "bf16 needs 103.3 GiB, fp8_mixed needs 88.5 GiB")),
+        (90.0, "no Hopper", {}, ("fp8_rowwise", "bf16 needs 103.3 GiB, no fp8_mixed: no Hopper")),
+        (
+            90.0,
+            None,
+            {"ffn_dim": 14352},
+            (
+                "fp8_rowwise",
+                "bf16 needs 103.3 GiB, no fp8_mixed: ffn_dim is 14352 and down in eight bits in "
+                "blocks needs multiples of 128",
+            ),
+        ),
+    ],
+    ids=["bf16", "mixed", "by-row", "device", "widths"],
+)
+def test_linears_are_the_best_that_fit_and_say_why(device_gib, no_blocks, changes, expected):
+    present = dataclasses.replace(_gpu(device_gib), no_fp8_blocks=no_blocks)
+    plan = choose_plan(dataclasses.replace(H3, **changes), BF16, present)
+    assert (plan.linear, plan.linear_reason) == expected
+
+
+def test_linears_that_were_asked_for_need_no_reason():
+    plan = _plan(H3, 90.0, config=dataclasses.replace(BF16, linear="fp8_mixed"))
+    assert plan.linear_words == "fp8_mixed"
+
+
+def test_linears_that_want_room_on_the_machine_say_so():
+    def half_on_the_host(size):
+        return (MemoryPart(name="encoder", loading=0, playing=0, host=13 * GIB),)
+
+    # The modulation's third goes to the machine's memory, and would not fit there.
+    present = _gpu(77.0, host_gib=20.0)
+    plan = choose_plan(SMALL, BF16, present, beside=(half_on_the_host,))
+    assert (plan.linear, plan.free_adaln) == ("fp8_mixed", False)
+    assert plan.linear_reason == "bf16 needs 21.1 GiB of the machine"
+
+
 def test_what_was_asked_for_is_not_changed():
     asked = dataclasses.replace(BF16, linear="bf16", free_adaln=False)
-    with pytest.raises(DeviceError, match=r"linear fp8_rowwise fits|free_adaln fits"):
+    with pytest.raises(DeviceError, match=r"linear fp8_mixed fits and free_adaln fits"):
         _plan(SMALL, 85.0, config=asked)
 
 

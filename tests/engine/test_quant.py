@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from engine import loading
+from engine.checkpoint.folder import save_model
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
@@ -21,6 +23,7 @@ from engine.linears import QuantCache
 from engine.model.packed_linear import PackedLinear, can_pack, pack_blocks
 from engine.quant import Fp8Linear, quantize_, refusal, sqnr_db
 from engine.schemes import LINEARS, SCHEMES, Fp8Block, Fp8Rowwise
+from engine.text import WordEncoder
 from tests.tiny import block_config, random_action, random_anchor, tiny_config, unpacked_model
 from tests.tolerances import FP8_LINEAR_SQNR_DB, FP8_OUTPUT_SQNR_DB
 
@@ -200,13 +203,29 @@ def test_an_engine_takes_a_scheme_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layers", "name", "sides"), [(3, "fp8_rowwise", 16), (6, "fp8_block", 128)]
+    ("layers", "name", "reason"),
+    [
+        (3, "fp8_rowwise", "the scheme names none of its linears"),
+        (6, "fp8_block", "hidden_size is 96 and qkv .* multiples of 128"),
+        (6, "fp8_mixed", "hidden_size is 96 and down .* multiples of 128"),
+    ],
 )
-def test_a_scheme_that_touches_nothing_is_refused(layers, name, sides):
+def test_a_scheme_that_the_model_cannot_have_is_refused(monkeypatch, layers, name, reason):
+    monkeypatch.setattr(loading, "empty_model", lambda *given, **named: pytest.fail("built"))
     config = EngineConfig(device="cpu", dtype="float32", linear=name)
-    message = f"{layers} blocks: 'bf16', because the scheme names no linear .*multiples of {sides}"
+    message = f"linear is '{name}'; .* {layers} blocks: 'bf16', because {reason}"
     with pytest.raises(UnsupportedError, match=message):
         Engine.from_random(tiny_config(num_layers=layers), config)
+
+
+def test_a_scheme_that_weights_cannot_have_is_refused_before_they_are_read(monkeypatch, tmp_path):
+    model = tiny_config(num_layers=6)
+    words = WordEncoder.of(model)
+    save_model(tmp_path / "w", unpacked_model(model), model, text_encoder=words, int8=False)
+    monkeypatch.setattr(loading, "load_model", lambda *given, **named: pytest.fail("read"))
+    config = EngineConfig(device="cpu", dtype="float32", linear="fp8_mixed")
+    with pytest.raises(UnsupportedError, match=r"because hidden_size is 96 and down .* of 128"):
+        Engine.from_pretrained(tmp_path / "w", config)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -18,6 +19,7 @@ from engine.schemes import (
     read_scheme,
     rule_of,
     scheme_of,
+    width_refusal,
 )
 from tests.tiny import block_config, tiny_config
 
@@ -58,6 +60,32 @@ def test_a_layer_that_is_no_whole_blocks_is_left_out():
     assert layer_rules(everywhere, tiny_config()) == {}
     rules = layer_rules(everywhere, block_config(ffn_dim=192))
     assert {name for _, name in rules} == {"qkv", "out", "up"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("fp8_block", {"hidden_size": 96}, "hidden_size is 96 and qkv in eight bits in blocks"),
+        ("fp8_block", {"ffn_dim": 192}, "ffn_dim is 192 and down in eight bits in blocks"),
+        ("fp8_block", {"ffn_dim": 160}, "ffn_dim is 160 and up .* needs multiples of 64"),
+        (
+            "fp8_block",
+            {"num_attention_heads": 3, "attention_head_dim": 64, "rope_freq_dim": 8},
+            "num_attention_heads x attention_head_dim is 192 and qkv .* multiples of 128",
+        ),
+        ("fp8_mixed", {"ffn_dim": 192}, "ffn_dim is 192 and down .* multiples of 128"),
+        ("fp8_rowwise", {"ffn_dim": 168}, "ffn_dim is 168 and down in eight bits needs .* of 16"),
+    ],
+)
+def test_a_width_that_a_scheme_does_not_serve_is_named(name, changes, reason):
+    refusal = width_refusal(SCHEMES[name], block_config(num_layers=6, **changes))
+    assert refusal is not None
+    assert re.fullmatch(f"{reason}.*", refusal)
+
+
+def test_widths_of_linears_that_no_rule_names_do_not_count():
+    scheme = (Fp8Block(linears=("qkv", "out")),)
+    assert width_refusal(scheme, block_config(num_layers=6, ffn_dim=192)) is None
 
 
 def test_every_scheme_that_has_a_name_can_be_asked_for():

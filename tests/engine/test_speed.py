@@ -9,22 +9,35 @@ import torch
 
 from engine import loading, speed
 from engine.checkpoint.folder import save_model
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
-from engine.speed import resolve_speed, speed_parts
+from engine.speed import kernels_refusal, resolve_speed, speed_parts
 from engine.text import WordEncoder
 from graphs.key import GraphKey, Phase
 from tests.graphs.tape import TapeCapture
-from tests.tiny import narrow_config, unpacked_model
+from tests.tiny import block_config, narrow_config, unpacked_model
 
 pytestmark = pytest.mark.cpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def _resolved(config: EngineConfig, device: torch.device) -> tuple[str, object, str]:
-    found = resolve_speed(config, device)
+MODEL = narrow_config()
+NO_CAMERA = dataclasses.replace(MODEL, attention_head_dim=6 * MODEL.rope_freq_dim)
+"""Heads that are rotary throughout."""
+WIDE_HEADS = block_config(
+    num_layers=6, num_attention_heads=4, attention_head_dim=96, rope_freq_dim=8
+)
+
+
+def _resolved(
+    config: EngineConfig,
+    device: torch.device,
+    model: ModelConfig | None = None,
+    linear: str = "bf16",
+) -> tuple[str, object, str]:
+    found = resolve_speed(dataclasses.replace(config, linear=linear), device, model or MODEL)
     return found.compile, found.graphs, found.kernels
 
 
@@ -68,6 +81,30 @@ def test_a_missing_compiler_is_left_out_and_said(monkeypatch, caplog):
     monkeypatch.setattr(speed, "_no_compiler", lambda device: "triton is missing")
     assert _resolved(EngineConfig(), CUDA) == ("off", True, "off")
     assert "compile_and_kernels_left_out device=cuda:0: triton is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "linear", "reason"),
+    [
+        (NO_CAMERA, "bf16", "heads have 96 channels, 96 of them rotary; allowed"),
+        (WIDE_HEADS, "fp8_block", "heads of 96 channels in blocks; allowed: divisors of 128"),
+    ],
+    ids=["rotary", "blocks"],
+)
+def test_kernels_that_do_not_serve_a_model_are_left_out_and_said(
+    monkeypatch, caplog, model, linear, reason
+):
+    monkeypatch.setattr(speed, "_no_compiler", lambda device: None)
+    assert _resolved(EngineConfig(), CUDA, model, linear) == ("full", True, "off")
+    assert f"kernels_left_out linear={linear}: attention_head_dim is 96: {reason}" in caplog.text
+    for kernels in ("eager", "fast"):
+        message = f"kernels is '{kernels}'; .* linear '{linear}': 'off', because .* {reason}"
+        with pytest.raises(UnsupportedError, match=message):
+            _resolved(EngineConfig(kernels=kernels), CUDA, model, linear)
+
+
+def test_kernels_serve_heads_that_divide_no_block_where_their_output_has_none():
+    assert kernels_refusal("fp8_mixed", WIDE_HEADS) is None
 
 
 def test_a_compiler_that_fails_gives_its_reason(monkeypatch, tmp_path):
