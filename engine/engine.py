@@ -23,17 +23,16 @@ from engine.checkpoint.reading import OnLoad
 from engine.clock import new_clock
 from engine.config import EngineConfig, Geometry, ModelConfig
 from engine.core import CoreOptions, RolloutCore
-from engine.device import DtypeChoice, send, within_memory
+from engine.device import send, within_memory
 from engine.errors import ConfigError, StateError, UnsupportedError
 from engine.kv_cache import PackedCache
 from engine.loading import ModelParts, pretrained_parts, random_parts
-from engine.model.dit import MiniMaxH3Transformer
-from engine.parallel import Exchange
+from engine.parallel import Alone, Exchange
 from engine.prefix import PrefixDraws, PrefixInputs, anchor_shape, make_prefix
 from engine.rollout import ChunkDraws, Draws, OpenChunk, Rollout, RolloutSnapshot, SeededDraws
 from engine.side_work import SideWork
 from engine.speed import speed_parts
-from engine.text import PromptEncoder
+from engine.text import PromptEncoder, PromptEncoding
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
 
 T = TypeVar("T")
@@ -46,28 +45,20 @@ class Engine:
     Raises: StateError from every method after `close`.
     """
 
-    def __init__(
-        self,
-        model: MiniMaxH3Transformer,
-        text_encoder: PromptEncoder,
-        config: EngineConfig,
-        *,
-        model_hash: str,
-        dtype_choice: DtypeChoice,
-        exchange: Exchange | None = None,
-        silence_GCT: Tensor | None = None,
-    ) -> None:
+    def __init__(self, parts: ModelParts, *, exchange: Exchange | None = None) -> None:
+        model, config = parts.model, parts.config
         self.model_config: ModelConfig = model.config
         self.config = config
         """As asked for, with every "auto" resolved."""
-        self.model_hash = model_hash
-        self.dtype_choice = dtype_choice
+        self.model_hash = parts.model_hash
+        self.dtype_choice = parts.dtype_choice
         self.device = model.proj_in.weight.device
         self.dtype = model.dtype
-        self._text_encoder = text_encoder
-        self._silence_GCT = silence_GCT
+        self._exchange: Exchange = exchange or Alone()
+        self._text_encoder = parts.text_encoder
+        self._silence_GCT = parts.silence_GCT
         self._side_work = SideWork(self.device)
-        parts = speed_parts(model, config, world_size=_world_size(exchange))
+        speed = speed_parts(model, config, world_size=self._exchange.world_size)
         options = CoreOptions(
             prefix_cache=config.prefix_cache,
             adaln_tables=config.adaln_tables,
@@ -76,12 +67,12 @@ class Engine:
         self._core: RolloutCore | None = RolloutCore(
             model,
             options,
-            attention=parts.attention,
-            ops=parts.ops,
-            block_ops=parts.block_ops,
-            exchange=exchange,
-            is_compiled=parts.is_compiled,
-            runner=parts.runner,
+            attention=speed.attention,
+            ops=speed.ops,
+            block_ops=speed.block_ops,
+            exchange=self._exchange,
+            is_compiled=speed.is_compiled,
+            runner=speed.runner,
         )
         if config.free_adaln is True:
             self._core.free_adaln()
@@ -112,10 +103,10 @@ class Engine:
             source,
             config or EngineConfig(),
             model_config=model_config,
-            world_size=_world_size(exchange),
+            world_size=1 if exchange is None else exchange.world_size,
             on_progress=on_progress,
         )
-        return cls._of(parts, exchange)
+        return cls(parts, exchange=exchange)
 
     @classmethod
     def from_random(
@@ -143,21 +134,9 @@ class Engine:
             config or EngineConfig(),
             seed=seed,
             geometries=geometries,
-            world_size=_world_size(exchange),
+            world_size=1 if exchange is None else exchange.world_size,
         )
-        return cls._of(parts, exchange)
-
-    @classmethod
-    def _of(cls, parts: ModelParts, exchange: Exchange | None) -> Engine:
-        return cls(
-            parts.model,
-            parts.text_encoder,
-            parts.config,
-            model_hash=parts.model_hash,
-            dtype_choice=parts.dtype_choice,
-            exchange=exchange,
-            silence_GCT=parts.silence_GCT,
-        )
+        return cls(parts, exchange=exchange)
 
     @property
     def core(self) -> RolloutCore:
@@ -216,6 +195,7 @@ class Engine:
         seed: int = 0,
         epoch: int = 0,
         draws: Draws | None = None,
+        encoding: PromptEncoding | None = None,
     ) -> Rollout:
         """Start a world from a prompt and the latent of its first picture.
 
@@ -226,6 +206,7 @@ class Engine:
             seed: 0 to 2^64 - 1.
             epoch: what the chunks will carry; a reset raises it.
             draws: random numbers from elsewhere, instead of the seed's.
+            encoding: of the prompt, where it is there already.
 
         Raises: ConfigError, OutOfMemoryError.
         """
@@ -234,7 +215,9 @@ class Engine:
         prefix_draws = draws.prefix()
         if anchor_BCTHW is None:
             raise ConfigError("anchor is None; the world needs an image: pass its latent frame")
-        inputs = self._inputs(prompt, anchor_BCTHW, picture_HWC, prefix_draws=prefix_draws)
+        if encoding is None:
+            encoding = self._text_encoder.encode(prompt, picture_HWC)
+        inputs = self._inputs(encoding, anchor_BCTHW, prefix_draws)
         return Rollout(
             prompt=prompt,
             seed=seed,
@@ -248,15 +231,22 @@ class Engine:
             camera_before=CameraState(),
         )
 
-    def set_prompt(self, rollout: Rollout, prompt: str) -> None:
+    def set_prompt(
+        self, rollout: Rollout, prompt: str, *, encoding: PromptEncoding | None = None
+    ) -> None:
         """Change the prompt from the next chunk on; picture, silence and history stay.
+
+        Args:
+            rollout: whose prompt it is.
+            prompt: any text.
+            encoding: of the prompt, where it is there already.
 
         Raises: ConfigError for a prompt that the encoder does not take, OutOfMemoryError.
         """
         core = self.core
-        inputs = self._inputs(
-            prompt, rollout.anchor_BCTHW, rollout.picture_HWC, prefix_draws=rollout.prefix_draws
-        )
+        if encoding is None:
+            encoding = self._text_encoder.encode(prompt, rollout.picture_HWC)
+        inputs = self._inputs(encoding, rollout.anchor_BCTHW, rollout.prefix_draws)
         self._within_memory("a new prompt", lambda: core.switch_prefix(rollout.core, inputs))
         rollout.prompt = prompt
 
@@ -372,7 +362,7 @@ class Engine:
         rollout.camera = rollout.camera_before
 
     def snapshot(self, rollout: Rollout) -> RolloutSnapshot:
-        """Return the point that the rollout is at, between two chunks.
+        """Return the point that the rollout is at, between two chunks; whole on every rank.
 
         Raises: StateError in the middle of a chunk, UnsupportedError without `packed_history`.
         """
@@ -382,7 +372,10 @@ class Engine:
         return RolloutSnapshot(
             chunk_index=rollout.chunk_index,
             camera=rollout.camera,
-            buffers=_packed(rollout).snapshot(),
+            buffers={
+                name: self._exchange.whole_heads(buffer)
+                for name, buffer in _packed(rollout).snapshot().items()
+            },
         )
 
     @torch.no_grad()
@@ -392,7 +385,10 @@ class Engine:
         Raises: StateError for a snapshot of another model, UnsupportedError as above.
         """
         _ = self.core
-        _packed(rollout).restore(snapshot.chunk_index, snapshot.buffers)
+        buffers = {
+            name: self._exchange.own_heads(buffer) for name, buffer in snapshot.buffers.items()
+        }
+        _packed(rollout).restore(snapshot.chunk_index, buffers)
         rollout.open_chunk = None
         rollout.camera = rollout.camera_before = snapshot.camera
 
@@ -420,14 +416,8 @@ class Engine:
         return within_memory(self.device, what, work)
 
     def _inputs(
-        self,
-        prompt: str,
-        anchor_BCTHW: Tensor,
-        picture_HWC: Tensor | None,
-        *,
-        prefix_draws: PrefixDraws,
+        self, encoding: PromptEncoding, anchor_BCTHW: Tensor, prefix_draws: PrefixDraws
     ) -> PrefixInputs:
-        encoding = self._text_encoder.encode(prompt, picture_HWC)
         return make_prefix(
             self.model_config,
             encoding.rows_BRE.to(self.device),
@@ -443,7 +433,3 @@ def _packed(rollout: Rollout) -> PackedCache:
     if not isinstance(cache, PackedCache):
         raise UnsupportedError("snapshot: packed_history is off; allowed: on")
     return cache
-
-
-def _world_size(exchange: Exchange | None) -> int:
-    return 1 if exchange is None else exchange.world_size

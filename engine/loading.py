@@ -73,6 +73,32 @@ class ModelParts:
     """Audio latents of silence; None for the mean of all audio latents."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSource:
+    """Where an engine comes from; equal for all ranks but for the device in `config`."""
+
+    weights: Path | None
+    """None: random."""
+    model: ModelConfig
+    config: EngineConfig
+    geometries: tuple[Geometry, ...] = ()
+    """Picture sizes to name when memory does not suffice."""
+
+    def parts(self, *, world_size: int = 1, on_progress: OnLoad | None = None) -> ModelParts:
+        """Load. Errors: see `Engine.from_pretrained`."""
+        if self.weights is None:
+            return random_parts(
+                self.model, self.config, geometries=self.geometries, world_size=world_size
+            )
+        return pretrained_parts(
+            self.weights,
+            self.config,
+            model_config=self.model,
+            world_size=world_size,
+            on_progress=on_progress,
+        )
+
+
 def pretrained_parts(
     source: str | Path,
     config: EngineConfig,

@@ -8,7 +8,8 @@ and norms see a rank's rows; positions, cameras, cache and attention see all row
 so nothing but the count of heads changes for them. Every rank makes the same draws and the same
 latents. Invariants: the split follows from the number of rows alone, so that nothing is agreed upon
 at run time; every rank runs the same passes in the same order.
-Shape suffixes: B batch, R rows, N heads, K head width, D width, W rank, n heads of one rank.
+Shape suffixes: B batch, R rows, S key rows, N heads, K head width, D width, W rank, n heads of one
+rank.
 """
 
 from __future__ import annotations
@@ -57,6 +58,14 @@ class Exchange(Protocol):
         """Share of a pass over this many rows."""
         ...
 
+    def own_heads(self, x_BSNK: Tensor) -> Tensor:
+        """Heads of this rank."""
+        ...
+
+    def whole_heads(self, x_BSnK: Tensor) -> Tensor:
+        """All heads, from the heads of each rank."""
+        ...
+
 
 class _AllRows:
     """The share of a rank that is alone."""
@@ -82,6 +91,14 @@ class Alone:
     def over(self, rows: int) -> RowShare:
         """All rows."""
         return _AllRows()
+
+    def own_heads(self, x_BSNK: Tensor) -> Tensor:
+        """Return `x_BSNK`."""
+        return x_BSNK
+
+    def whole_heads(self, x_BSnK: Tensor) -> Tensor:
+        """Return `x_BSnK`."""
+        return x_BSnK
 
 
 class Ulysses:
@@ -116,6 +133,17 @@ class Ulysses:
         small, more = divmod(rows, self.world_size)
         counts = tuple(small + (rank < more) for rank in range(self.world_size))
         return _UlyssesRows(counts=counts, rank=self.rank, group_name=self._group_name)
+
+    def own_heads(self, x_BSNK: Tensor) -> Tensor:
+        """Heads of this rank."""
+        return x_BSNK.tensor_split(self.world_size, dim=2)[self.rank]
+
+    def whole_heads(self, x_BSnK: Tensor) -> Tensor:
+        """All heads; each rank sends its own to every other."""
+        send_nBSK = x_BSnK.permute(2, 0, 1, 3).repeat(self.world_size, 1, 1, 1)
+        counts = [x_BSnK.shape[2]] * self.world_size
+        received_NBSK = exchange_rows(send_nBSK, counts, counts, self._group_name)
+        return received_NBSK.permute(1, 2, 0, 3)
 
 
 def forget(group: dist.ProcessGroup) -> None:

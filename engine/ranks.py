@@ -1,8 +1,8 @@
-"""Processes that share a rollout, as torchrun starts them.
+"""Processes that share a rollout.
 
 Owns how they find each other, how they agree, and how one of them leaves: at once, whereupon
-torchrun ends the others. Invariant: what one rank decides by itself, all ranks decide alike, or
-they ask here; one that turns off alone leaves the others in an exchange that never comes.
+whoever started the others ends them. Invariant: what one rank decides by itself, all ranks decide
+alike, or they ask here; one that turns off alone leaves the others in an exchange that never comes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # named in its documentation
 
 from engine.device import resolve_device
 from engine.errors import ConfigError
@@ -24,14 +25,15 @@ from engine.parallel import Alone, Exchange, Ulysses, forget
 
 _TIMEOUT = timedelta(minutes=20)
 """Ranks compile each for themselves, and wait for the last one."""
+_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
     """The processes, seen from one of them; by itself without a group."""
 
-    own_device: str = "cpu"
-    """Of this rank in a group."""
+    own_device: str | None = None
+    """Of this rank; None leaves it to whoever asks."""
     group: dist.ProcessGroup | None = None
 
     @property
@@ -46,7 +48,7 @@ class Ranks:
 
     def device(self, asked: str) -> str:
         """Device of this rank where ``asked`` names that of all."""
-        return asked if self.group is None else self.own_device
+        return asked if self.own_device is None else self.own_device
 
     def exchange(self, heads: int) -> Exchange:
         """How they share the rollouts of a model.
@@ -88,22 +90,72 @@ def joined_ranks(device: str, on_failure: Callable[[Exception, int], int]) -> It
     found = resolve_device(device)
     if found.type == "cuda":
         found = resolve_device(f"cuda:{os.environ['LOCAL_RANK']}")
-        torch.cuda.set_device(found)
-        # Multicast through the switch is not there on every host that has NVLink, and hangs then.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        dist.init_process_group("nccl", device_id=found, timeout=_TIMEOUT)
-    else:
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
+    group = join(found)
     try:
         yield Ranks(own_device=str(found), group=group)
     except Exception as error:
-        _leave(on_failure(error, group.rank()))
+        end_at_once(on_failure(error, group.rank()))
     # The first one may still be writing; a rank that has gone would look like one that failed.
     dist.barrier(group)
+    part(group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """Where the ranks of one machine find each other, seen from one of them."""
+
+    store: TCPStore
+    rank: int
+    count: int
+
+    @classmethod
+    def called(cls, count: int) -> Meeting:
+        """Open a place to meet, as the first rank."""
+        # It listens on this machine alone, at a port that is free.
+        store = TCPStore(_HOST, 0, count, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        return cls(store=store, rank=0, count=count)
+
+    @classmethod
+    def at(cls, port: int, rank: int, count: int) -> Meeting:
+        """Go where the first rank is."""
+        store = TCPStore(_HOST, port, count, is_master=False, timeout=_TIMEOUT)
+        return cls(store=store, rank=rank, count=count)
+
+    @property
+    def port(self) -> int:
+        """Where the others come to."""
+        return int(self.store.port)
+
+
+def join(device: torch.device, meeting: Meeting | None = None) -> dist.ProcessGroup:
+    """Wait for all ranks, and return their group.
+
+    Args:
+        device: of this rank.
+        meeting: where; by default as torchrun says.
+    """
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+        # Multicast through the switch is not there on every host that has NVLink, and hangs then.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo",
+        timeout=_TIMEOUT,
+        store=None if meeting is None else meeting.store,
+        rank=-1 if meeting is None else meeting.rank,
+        world_size=-1 if meeting is None else meeting.count,
+        device_id=device if is_cuda else None,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def part(group: dist.ProcessGroup) -> None:
+    """Give the group up; all ranks do so at about the same time."""
     forget(group)
-    dist.destroy_process_group()
+    dist.destroy_process_group(group)
 
 
 def end_process(code: int) -> NoReturn:
@@ -113,11 +165,12 @@ def end_process(code: int) -> NoReturn:
     run, and the rank that has done everything aborts.
     """
     if dist.is_torchelastic_launched():
-        _leave(code)
+        end_at_once(code)
     sys.exit(code)
 
 
-def _leave(code: int) -> NoReturn:
+def end_at_once(code: int) -> NoReturn:
+    """End this process without an orderly end, which would wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

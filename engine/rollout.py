@@ -121,7 +121,7 @@ class RolloutSnapshot:
     """Of the window cache; shared with the rollout until it goes on."""
 
 
-@dataclass(kw_only=True, eq=False, slots=True)
+@dataclass(kw_only=True, eq=False, slots=True, weakref_slot=True)
 class Rollout:
     """One walk through a world. Made by `Engine.new_rollout`, changed by the engine only."""
 

@@ -94,6 +94,8 @@ def movements(exchange: Ulysses, device: torch.device = CPU) -> dict[str, bool]:
         outcome[f"to_heads {dtype}"] = all(map(torch.equal, got, expected))
         outcome[f"to_rows {dtype}"] = torch.equal(share.to_rows(q[:, :, mine]), share.own(q))
         outcome[f"whole {dtype}"] = torch.equal(share.whole(share.own(v.flatten(2))), v.flatten(2))
+        outcome[f"own heads {dtype}"] = torch.equal(exchange.own_heads(q), q[:, :, mine])
+        outcome[f"whole heads {dtype}"] = torch.equal(exchange.whole_heads(q[:, :, mine]), q)
         packed = pack_heads_reference([q, k], ranks)
         joined = merge_heads_reference(packed)
         together = torch.cat([q.unflatten(2, (ranks, -1)), k.unflatten(2, (ranks, -1))], dim=-1)

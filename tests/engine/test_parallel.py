@@ -96,6 +96,8 @@ def test_alone_hands_back_what_it_is_given():
     assert share.own(x_BRD) is x_BRD
     assert share.whole(x_BRD) is x_BRD
     assert share.attend(attend) is attend
+    assert Alone().own_heads(x_BRD) is x_BRD
+    assert Alone().whole_heads(x_BRD) is x_BRD
 
 
 class _Group:

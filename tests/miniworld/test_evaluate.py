@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.config import EngineConfig, preset
 from engine.device import DtypeChoice
 from engine.engine import Engine
+from engine.loading import ModelParts
 from engine.types import Action
 from miniworld.evaluate import ITEMS, evaluate, main
 from miniworld.evaluation import metrics, motion
@@ -224,11 +225,13 @@ def test_a_batch_of_sessions_is_what_the_engine_makes_one_by_one(
         switch_chunk=1,
     )
     engine = Engine(
-        models.core.model,
-        models.text,
-        EngineConfig(device="cpu", dtype="float32"),
-        model_hash="",
-        dtype_choice=DtypeChoice(dtype="float32"),
+        ModelParts(
+            model=models.core.model,
+            text_encoder=models.text,
+            config=EngineConfig(device="cpu", dtype="float32"),
+            model_hash="",
+            dtype_choice=DtypeChoice(dtype="float32"),
+        )
     )
 
     batch = list(roll_out(models, walk, 3))
