@@ -210,7 +210,7 @@ class Bench:
             peak_gib=round(torch.cuda.max_memory_allocated(self._device) / _GIB, 3)
             if is_cuda
             else None,
-            graph_count=decoder.graph_count,
+            graph_count=0 if decoder.runner is None else decoder.runner.entry_count,
         )
         decoder.close()
         return measured

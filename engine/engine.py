@@ -34,6 +34,7 @@ from engine.side_work import SideWork
 from engine.speed import speed_parts
 from engine.text import PromptEncoder, PromptEncoding
 from engine.types import Action, LatentChunk, StepTimings, WarmUpEvent
+from graphs.runner import GraphRunner
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -148,6 +149,12 @@ class Engine:
         if self._core is None:
             raise StateError("the engine is closed; expected calls before close()")
         return self._core
+
+    @property
+    def runner(self) -> GraphRunner | None:
+        """What records passes, for its figures; from any thread. None without graphs, or closed."""
+        core = self._core
+        return None if core is None else core.runner
 
     def warm_up(self, on_progress: Callable[[WarmUpEvent], None] | None = None) -> None:
         """Run every window shape once on a rollout that is thrown away; record the steady one.

@@ -61,22 +61,24 @@ class GraphEntry:
 
 @dataclass(kw_only=True, slots=True)
 class RunnerCounts:
-    """What happened since the runner was made."""
+    """What happened since the runner was made; each call counts in one of them, but `evictions`."""
 
     plain: int = 0
+    """Not recorded yet, or never because that failed."""
     captures: int = 0
     replays: int = 0
     evictions: int = 0
     unlisted: int = 0
     """Plain calls because the key is not listed."""
     failures: int = 0
+    """Recordings that failed; the pass ran plainly."""
 
 
 _Identity = tuple[GraphKey, tuple[int, ...]]
 
 
 class GraphRunner:
-    """Runs passes, recorded where that pays. One thread at a time.
+    """Runs passes, recorded where that pays. One thread at a time; figures from any.
 
     Args:
         backend: of the device.
@@ -95,6 +97,8 @@ class GraphRunner:
         self._captures_left = self._limits.captures_per_turn
         self._is_closed = False
         self.counts = RunnerCounts()
+        self.size_bytes = 0
+        """Memory of all recordings."""
 
     @property
     def entries(self) -> tuple[GraphEntry, ...]:
@@ -102,9 +106,9 @@ class GraphRunner:
         return tuple(self._entries.values())
 
     @property
-    def size_bytes(self) -> int:
-        """Memory of all recordings."""
-        return sum(entry.size_bytes for entry in self._entries.values())
+    def entry_count(self) -> int:
+        """Recordings that there are."""
+        return len(self._entries)
 
     @property
     def is_strict(self) -> bool:
@@ -172,6 +176,7 @@ class GraphRunner:
         for entry in self._entries.values():
             entry.captured.release()
         self._entries.clear()
+        self.size_bytes = 0
         self._first_turns.clear()
         self._refused.clear()
         self._said.clear()
@@ -215,6 +220,7 @@ class GraphRunner:
             size_bytes=max(0, self._backend.used_bytes() - before),
         )
         self._entries[identity] = entry
+        self.size_bytes += entry.size_bytes
         del self._first_turns[identity]
         self.counts.captures += 1
         _log.info(
@@ -233,6 +239,7 @@ class GraphRunner:
         ):
             self._backend.synchronize()
             _, entry = self._entries.popitem(last=False)
+            self.size_bytes -= entry.size_bytes
             entry.captured.release()
             self._said.discard((entry.key, _MISSING))
             self.counts.evictions += 1

@@ -33,3 +33,4 @@ def bring_up_to_date(
     for process, pids in (("service", [os.getpid()]), ("workers", workers.pids)):
         metrics.resident_bytes.labels(process=process).set(usage(pids).resident_mib * 2**20)
     metrics.device_bytes.set(workers.device_bytes)
+    metrics.by_worker.workers = workers.figures

@@ -402,7 +402,10 @@ class Live:
     def _ready(self, worker: WorkerHandle) -> None:
         info = worker.info
         if info is not None:
-            log.info("worker_ready", device=info.device, dtype=info.dtype, chunk_ms=info.chunk_ms)
+            log.info(
+                "worker_ready", device=info.device, dtype=info.dtype, linear=info.linear,
+                attention=info.attention, chunk_ms=info.chunk_ms,
+            )  # fmt: skip
         now_s = time.monotonic()
         for session in self.registry:
             self.registry.warm_up_begins(session, now_s)

@@ -1,12 +1,20 @@
 """Every Prometheus metric of the service, named once.
 
-Owns names, labels, buckets. Invariants: no session ids, prompts or addresses in labels; each
-`Metrics` has a registry of its own, so that two services in one process do not meet.
+Owns names, labels, buckets. Invariants: no session ids, prompts, addresses or places on disk in
+labels; each `Metrics` has a registry of its own, so that two services in one process do not meet.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stream.worker_messages import GraphUse, Ready
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COST_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -14,11 +22,69 @@ _SHORT_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.03, 0.06, 0.125, 0.25, 
 _LATENCY_S = (0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerFigures:
+    """What a worker told of itself."""
+
+    info: Ready | None
+    """None while it is not ready."""
+    graphs: tuple[GraphUse, ...]
+
+
+class ByWorker(Collector):
+    """Metrics that workers count themselves; where one starts again, it counts from 0."""
+
+    def __init__(self) -> None:
+        self.workers: Sequence[WorkerFigures] = ()
+        """By the number that is their label."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each with a sample a worker, and a part that records its passes."""
+        info = InfoMetricFamily("worldstream_worker", "How a worker runs", labels=("worker",))
+        labels = ("worker", "part")
+        passes = CounterMetricFamily(
+            "worldstream_graph_passes",
+            "Passes by what recording made of them: replayed; recorded; plain, for now; unlisted, "
+            "never to be recorded; refused, where recording failed",
+            labels=(*labels, "outcome"),
+        )
+        evictions = CounterMetricFamily(
+            "worldstream_graph_evictions", "Recordings that had to go", labels=labels
+        )
+        entries = GaugeMetricFamily(
+            "worldstream_graph_recordings", "Recorded passes", labels=labels
+        )
+        held = GaugeMetricFamily(
+            "worldstream_graph_bytes", "Memory of recorded passes", labels=labels
+        )
+        for number, worker in enumerate(self.workers):
+            ready = worker.info
+            if ready is not None:
+                info.add_metric((f"{number}",), {
+                    "device": ready.device, "dtype": ready.dtype,
+                    "linear": PurePath(ready.linear).name, "attention": ready.attention,
+                })  # fmt: skip
+            for use in worker.graphs:
+                own = (f"{number}", use.part)
+                for outcome, count in (
+                    ("replayed", use.replayed_count), ("recorded", use.recorded_count),
+                    ("plain", use.plain_count), ("unlisted", use.unlisted_count),
+                    ("refused", use.refused_count),
+                ):  # fmt: skip
+                    passes.add_metric((*own, outcome), count)
+                evictions.add_metric(own, use.evicted_count)
+                entries.add_metric(own, use.entry_count)
+                held.add_metric(own, use.held_bytes)
+        yield from (info, passes, evictions, entries, held)
+
+
 class Metrics:
     """The metrics of one service; times in seconds."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.by_worker = ByWorker()
+        self.registry.register(self.by_worker)
         self.chunk_s = self._histogram(
             "chunk_seconds", "From latch to the end of the refresh", _COST_S
         )

@@ -7,7 +7,7 @@ digest is taken over the frames, as there are no latents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 import numpy as np
@@ -18,6 +18,7 @@ from engine.camera import CameraState, integrate
 from engine.config import FRAMES_PER_LATENT, Geometry, preset
 from engine.errors import ConfigError
 from engine.types import Action
+from graphs.runner import GraphRunner
 from miniworld.prompts import parse_prompt
 from miniworld.render import render
 from miniworld.scene import NAMED_SCENES, named_scene
@@ -58,6 +59,16 @@ class RendererWorld:
         self._obstacles = Obstacles(self._start.scenes.primitives_CNP, self._start.scenes.ponds_CQ4)
         self._camera_config = preset("mini").model.camera
         self.begin("", 0, Digest())
+
+    @property
+    def attention_names(self) -> Mapping[str, str]:
+        """Nothing attends."""
+        return {}
+
+    @property
+    def runners(self) -> Mapping[str, GraphRunner]:
+        """Nothing is recorded."""
+        return {}
 
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         """Go back to the scene's start."""

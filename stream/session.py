@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.rollout import Rollout
     from engine.types import Action, StepTimings
+    from graphs.runner import GraphRunner
     from stream.decode_lane import DecodeLane
     from vae_stream.decoder import DecoderState, FrameChunk, StreamingDecoder
 
@@ -71,6 +72,14 @@ class World(Protocol):
     """How device and dtype were chosen, in a phrase; empty where there was no choice."""
     is_finite: bool
     """Whether the last step made numbers throughout; known before its first frame comes out."""
+
+    @property
+    def attention_names(self) -> Mapping[str, str]:
+        """Backend in use by group of rows; empty where nothing attends."""
+
+    @property
+    def runners(self) -> Mapping[str, GraphRunner]:
+        """What records passes, by the part whose they are; for its figures, from any thread."""
 
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         """Start a rollout; what it makes goes into `digest`."""
@@ -153,6 +162,18 @@ class ModelWorld:
         self._rollout: Rollout | None = None
         self._decoder_state: DecoderState | None = None
         self._digest = Digest()
+
+    @property
+    def attention_names(self) -> Mapping[str, str]:
+        """Of conditioning, audio and video rows."""
+        return self._engine.core.attention.names
+
+    @property
+    def runners(self) -> Mapping[str, GraphRunner]:
+        """Of the transformer and of the decoder, where they have one."""
+        decoder = None if self._decoder is None else self._decoder.runner
+        found = {"transformer": self._engine.runner, "decoder": decoder}
+        return {part: runner for part, runner in found.items() if runner is not None}
 
     def begin(self, prompt: str, seed: int, digest: Digest) -> None:
         """Start a rollout and an empty decoder state."""

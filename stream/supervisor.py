@@ -29,6 +29,7 @@ from stream.worker_messages import (
     Failed,
     FailureCode,
     FrameReady,
+    GraphUse,
     Heartbeat,
     Loading,
     Pause,
@@ -110,6 +111,8 @@ class WorkerHandle:
         self.restart_count = 0
         self.device_bytes = 0
         """Memory on the GPU, as the worker told last."""
+        self.graphs: tuple[GraphUse, ...] = ()
+        """What recording made of the worker's passes, as it told last."""
         self._open_source = open_source
         self._limits = limits or WatchdogLimits()
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
@@ -248,6 +251,8 @@ class WorkerHandle:
         self._heard_s = time.monotonic()
         if isinstance(report, Heartbeat):
             self.device_bytes = report.device_bytes
+            # Between two worlds the parts are still there, and go on counting.
+            self.graphs = report.graphs or self.graphs
         elif isinstance(report, FrameReady):
             self.ring.claim(report.slot)
         session = self._session
@@ -335,7 +340,7 @@ class WorkerHandle:
             return
         self._disconnect()
         was_loading, self.info = self.info is None, None
-        self.device_bytes = 0
+        self.device_bytes, self.graphs = 0, ()
         if self._is_closed:
             return
         self._report_ended()

@@ -119,7 +119,7 @@ class Worker:
         self._inbox = CommandInbox(connection, ring)
         self._news = WorkerNews(lambda report: self._report(report))
         self._worlds = Worlds(config.world, open_source, self._news)
-        self._pulse = Pulse(connection, self._worlds.device_bytes)
+        self._pulse = Pulse(connection, self._worlds.device_bytes, self._worlds.graphs)
         self._report = self._pulse.report
         self._is_done = threading.Event()
         self._live: _Live | None = None
@@ -201,6 +201,10 @@ class Worker:
                 height_px=world.geometry.height_px,
                 fps=self._config.fps,
                 chunk_ms=chunk_s * 1000.0,
+                linear=world.speed.linear if is_model else "",
+                attention=", ".join(
+                    f"{group} {name}" for group, name in world.attention_names.items()
+                ),
             )
         )
 

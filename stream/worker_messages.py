@@ -166,6 +166,10 @@ class Ready:
     fps: float
     chunk_ms: float
     """Cost of a chunk in a full window, measured by the warm-up."""
+    linear: str
+    """Scheme of the linears; empty without a model."""
+    attention: str
+    """Backends by group of rows; empty without a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,6 +262,28 @@ class SessionEnded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GraphUse:
+    """What recording made of the passes of one part, since the part was loaded."""
+
+    part: str
+    """"transformer" or "decoder"."""
+    replayed_count: int
+    recorded_count: int
+    plain_count: int
+    """Not recorded yet, or never because that failed."""
+    unlisted_count: int
+    """Run plainly because such passes are not to be recorded."""
+    refused_count: int
+    """Recordings that failed."""
+    evicted_count: int
+    """Recordings that had to go."""
+    entry_count: int
+    """Recordings that there are."""
+    held_bytes: int
+    """Memory of these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
     """Once a second from a thread of its own."""
 
@@ -266,6 +292,8 @@ class Heartbeat:
     is full."""
     device_bytes: int
     """Memory that it holds on its GPU; 0 without one."""
+    graphs: tuple[GraphUse, ...]
+    """Of the parts whose passes are recorded; empty between two worlds."""
 
 
 Report = (

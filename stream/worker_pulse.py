@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from stream.worker_messages import Heartbeat, Report
+from stream.worker_messages import GraphUse, Heartbeat, Report
 
 HEARTBEAT_S = 1.0
 
@@ -23,10 +23,16 @@ class Pulse:
     Args:
         connection: the worker's end of the pipe.
         device_bytes: memory that it holds on its GPU.
+        graphs: what recording made of its passes.
     """
 
-    def __init__(self, connection: Connection, device_bytes: Callable[[], int]) -> None:
-        self._device_bytes = device_bytes
+    def __init__(
+        self,
+        connection: Connection,
+        device_bytes: Callable[[], int],
+        graphs: Callable[[], tuple[GraphUse, ...]],
+    ) -> None:
+        self._device_bytes, self._graphs = device_bytes, graphs
         self._connection = connection
         self._send_lock = threading.Lock()
         self._is_done = threading.Event()
@@ -70,5 +76,7 @@ class Pulse:
         while not self._is_done.wait(HEARTBEAT_S):
             since_s = self._busy_since_s
             busy_s = 0.0 if since_s is None else time.monotonic() - since_s
-            beat = Heartbeat(busy_ms=busy_s * 1000.0, device_bytes=self._device_bytes())
+            beat = Heartbeat(
+                busy_ms=busy_s * 1000.0, device_bytes=self._device_bytes(), graphs=self._graphs()
+            )
             self.report(beat)

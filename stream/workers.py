@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stream.memory import MemoryUse
+from stream.metrics import WorkerFigures
 from stream.processes import usage
 from stream.seat import Seat
 from stream.server_messages import Loading
@@ -117,6 +118,13 @@ class Workers:
     def device_bytes(self) -> int:
         """Memory that is held on GPUs."""
         return sum(seat.worker.device_bytes for seat in self.seats)
+
+    @property
+    def figures(self) -> list[WorkerFigures]:
+        """What each worker told of itself, seat by seat."""
+        return [
+            WorkerFigures(info=seat.worker.info, graphs=seat.worker.graphs) for seat in self.seats
+        ]
 
     @property
     def memory(self) -> MemoryUse:

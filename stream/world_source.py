@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from stream.jobs import check_prompt
 from stream.load_news import LoadNews
-from stream.worker_messages import StartFrom
+from stream.worker_messages import GraphUse, StartFrom
 from stream.world_spec import Start, WorldSpec, read_start
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from graphs.runner import GraphRunner
     from stream.session import World
 
 
@@ -118,7 +119,28 @@ class Worlds:
 
         return held_bytes(opened.world.device)
 
+    def graphs(self) -> tuple[GraphUse, ...]:
+        """What recording made of the passes of the open world's parts; from any thread."""
+        opened = self._open
+        runners = {} if opened is None else opened.world.runners
+        return tuple(_use(part, runner) for part, runner in runners.items())
+
     def close(self) -> None:
         """Free what is loaded."""
         if self._source is not None:
             self._source.close()
+
+
+def _use(part: str, runner: GraphRunner) -> GraphUse:
+    counts = runner.counts
+    return GraphUse(
+        part=part,
+        replayed_count=counts.replays,
+        recorded_count=counts.captures,
+        plain_count=counts.plain,
+        unlisted_count=counts.unlisted,
+        refused_count=counts.failures,
+        evicted_count=counts.evictions,
+        entry_count=runner.entry_count,
+        held_bytes=runner.size_bytes,
+    )

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from graphs.runner import GraphRunner
 from vae_stream.geometry import SPATIAL_RATIO, first_frame, frame_count
 
 
@@ -113,6 +114,11 @@ class StreamingDecoder(Protocol):
     @property
     def lookahead_latents(self) -> int:
         """Latents of the next chunk that pictures of a chunk may wait for; 0: none ever waits."""
+        ...
+
+    @property
+    def runner(self) -> GraphRunner | None:
+        """What records calls, for its figures; None where each runs anew."""
         ...
 
     def new_state(self, first_latent: int = 0) -> DecoderState:

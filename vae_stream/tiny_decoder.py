@@ -135,7 +135,7 @@ class TinyDecoder:
         self._latent_shape = latent_shape(network.latent_channels, height_px, width_px)
         self.height_px, self.width_px = height_px, width_px
         self.name = network.name
-        self._network, self._runner = network, runner
+        self._network, self.runner = network, runner
         network.prepare_streaming()
         # Not a method: the weights would hold themselves.
         self._lender = Lender(partial(_buffers, network, self._latent_shape))
@@ -190,8 +190,8 @@ class TinyDecoder:
 
     def close(self) -> None:
         """Free recorded calls, and memory that no state holds."""
-        if self._runner is not None:
-            self._runner.close()
+        if self.runner is not None:
+            self.runner.close()
         self._lender.clear()
 
     def _make(self, buffers: StaticBuffers, *, last_frame_only: bool) -> Tensor:
@@ -207,13 +207,13 @@ class TinyDecoder:
                 memory.copy_(after[name])
             return to_uint8(raw_TCHW)
 
-        if self._runner is None:
+        if self.runner is None:
             return call()
         key = self._key(buffers, last_frame_only=last_frame_only)
-        self._runner.allow([key])
-        self._runner.begin_turn()
+        self.runner.allow([key])
+        self.runner.begin_turn()
         fixed = [buffers[name] for name in buffers.names]
-        frames_THWC = self._runner.run(key, call, fixed)
+        frames_THWC = self.runner.run(key, call, fixed)
         assert frames_THWC is not None
         # A graph writes its frames to the same place each time; a copy is the reader's own.
         return frames_THWC.clone()

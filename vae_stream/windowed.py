@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphs.compile import CompileMode
+from graphs.runner import GraphRunner
 from vae_stream.decoder import (
     DecoderState,
     FrameChunk,
@@ -97,6 +98,7 @@ class WindowedDecoder:
         self.height_px, self.width_px, self.mode = height_px, width_px, mode
         self.name = f"windowed H3, {mode}"
         self.lookahead_latents = lookahead_of(mode)
+        self.runner: GraphRunner | None = None
         self._device = vit.register_tokens.device
         self._plan_px = plan_tiles(height_px, width_px, tiling or Tiling())
         self._plan = self._plan_px.scaled(SPATIAL_RATIO)

@@ -152,7 +152,7 @@ def test_the_least_recently_used_goes_first(limits):
     assert [entry.key.history_rows for entry in runner.entries] == [0, 6]
     assert runner.counts.evictions == 1
     assert backend.log[backend.log.index("release") - 1] == "synchronize"
-    assert runner.size_bytes == 200
+    assert (runner.entry_count, runner.size_bytes) == (2, 200)
     _call(runner, run, 7.0, _key(3))
 
 

@@ -45,9 +45,20 @@ COUNTED: dict[str, dict[str, str]] = {
     "action_to_present_seconds_count": {},
     "frame_to_photon_seconds_count": {"transport": "ws-h264"},
     "loop_lag_seconds_count": {},
+    # what workers count
+    "graph_passes_total": {"worker": "0", "part": "transformer", "outcome": "replayed"},
     # gauges
     "sessions": {"state": "CLOSED"},
     "resident_bytes": {"process": "service"},
+    "graph_recordings": {"worker": "0", "part": "transformer"},
+    "graph_bytes": {"worker": "0", "part": "transformer"},
+    "worker_info": {
+        "worker": "0",
+        "device": "cpu",
+        "dtype": "float32",
+        "linear": "",  # of the renderer
+        "attention": "video painted",
+    },
 }
 """Names, and labels of a sample that is above 0 after the run of this test."""
 WHILE_PLAYING = {
@@ -58,7 +69,7 @@ WHILE_PLAYING = {
 }
 ZERO_HERE = ("queue_length", "playout_left_seconds", "rtt_seconds", "remb_bps", "device_bytes",
              "frames_dropped_total", "drops_total", "worker_restarts_total", "uploads_total",
-             "send_seconds_count", "ring_frames")  # fmt: skip
+             "send_seconds_count", "ring_frames", "graph_evictions_total")  # fmt: skip
 """Those that are there and have no value that this run would fix."""
 
 
@@ -74,6 +85,10 @@ class Scrape:
             for sample in family.samples:
                 of_name = self.values.setdefault(sample.name, {})
                 of_name[frozenset(sample.labels.items())] = sample.value
+
+    def has(self, name: str, labels: dict[str, str]) -> bool:
+        samples = self.values.get(f"worldstream_{name}", {})
+        return samples.get(frozenset(labels.items()), 0.0) > 0
 
     def value(self, name: str, labels: dict[str, str]) -> float:
         return self.values[f"worldstream_{name}"][frozenset(labels.items())]
@@ -99,6 +114,8 @@ def scrapes() -> Iterator[tuple[Scrape, Scrape]]:
         client.until("applied", id=7)
         client.act("KeyW")
         client.until_frames(3)
+        replayed = COUNTED["graph_passes_total"]
+        service.wait(lambda: Scrape(service).has("graph_passes_total", replayed), "replays")
         playing = Scrape(service)
         client.close()
         service.wait(lambda: service.state(client.made["session_id"]) == "GRACE", "grace")
@@ -134,7 +151,8 @@ def test_a_session_that_ended_has_no_figures_of_now(scrapes: tuple[Scrape, Scrap
 
 def test_labels_tell_nobody_apart(scrapes: tuple[Scrape, Scrape]) -> None:
     allowed = {"transport", "codec", "size", "state", "reason", "type", "why", "cause", "code",
-               "where", "result", "process", "le"}  # fmt: skip
+               "where", "result", "process", "le", "worker", "part", "outcome", "device", "dtype",
+               "linear", "attention"}  # fmt: skip
     named = {
         name for of_name in scrapes[1].values.values() for labels in of_name for name, _ in labels
     }

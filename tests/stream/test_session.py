@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -6,12 +7,16 @@ import torch
 from engine.config import FRAMES_PER_LATENT, EngineConfig, Geometry, preset
 from engine.engine import Engine
 from engine.errors import ConfigError, StateError
+from engine.model.dit import MiniMaxH3Transformer
 from engine.rollout import Rollout
+from engine.speed import speed_parts
 from engine.types import Action, Control
+from graphs.runner import GraphRunner
 from stream.renderer import RendererWorld
 from stream.session import ModelWorld, Session
 from stream.world_spec import Start
 from stream.worlds import default_prompt
+from tests.graphs.tape import TapeCapture
 from tests.vae_stream.h3_tiny import random_vit
 from vae_stream.causal_vit import CausalVitDecoder, Mode
 from vae_stream.decoder import DecoderState, FrameChunk
@@ -83,6 +88,33 @@ def test_a_step_yields_frames_latent_by_latent(world: ModelWorld) -> None:
         assert counts == list(FRAMES_PER_LATENT)
         assert portions[0].first_frame == 17 * chunk_index
     assert session.chunk_index == 2
+
+
+def test_a_world_tells_what_records_its_passes_and_what_attends(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _world(engine, TinyDecoder)
+    assert plain.runners == {}
+    assert set(plain.attention_names) == {"conditioning", "audio", "video"}
+
+    def recorded_parts(model: MiniMaxH3Transformer, config: EngineConfig, **named: int) -> object:
+        runner = GraphRunner(TapeCapture())
+        return dataclasses.replace(speed_parts(model, config, **named), runner=runner)
+
+    monkeypatch.setattr("engine.engine.speed_parts", recorded_parts)
+    recorded = Engine.from_random(engine.model_config, engine.config)
+    world = _world(recorded, TinyDecoder)
+    assert world._decoder is not None
+    world._decoder.runner = GraphRunner(TapeCapture())
+    session, expected = (Session(each, prompt="a lake", seed=0) for each in (world, plain))
+    for _ in range(2):
+        assert torch.equal(_frames(session), _frames(expected))
+    counts = {part: runner.counts for part, runner in world.runners.items()}
+    # Windows of one chunk and of two are new, each in its only turn; latents are of two kinds.
+    assert counts["transformer"].plain == 2 * (engine.model_config.sampler.steps + 1)
+    assert (counts["decoder"].plain, counts["decoder"].captures) == (2, 2)
+    recorded.close()
+    assert world.runners.keys() == {"decoder"}
 
 
 def test_frames_come_before_the_chunk_is_history(world: ModelWorld) -> None:

@@ -48,7 +48,7 @@ from stream.worker_messages import (
     StepOnce,
     WorkerConfig,
 )
-from stream.world_source import LoadedWorlds, OpenSource
+from stream.world_source import LoadedWorlds, OpenSource, Worlds
 from stream.world_spec import WorldSpec
 from tests.allocator import AllocatorLimit
 from tests.stream.painted_worlds import SPEC, NoWorlds, PaintedWorld, PaintedWorlds
@@ -444,6 +444,26 @@ def test_shutdown_ends_the_worker_in_mid_session(api: Api) -> None:
 def test_the_heartbeat_tells_how_long_a_chunk_takes(api: Api) -> None:
     api.start("slow 2.5")
     assert api.wait(Heartbeat, lambda beat: beat.busy_ms > 1000.0)
+
+
+def test_the_heartbeat_tells_what_became_of_passes(api: Api) -> None:
+    api.start()
+    api.wait(ChunkDone, lambda done: done.chunk == 3)
+    (use,) = api.wait(Heartbeat, lambda beat: bool(beat.graphs)).graphs
+    # One chunk of the warm-up and these: plain, recorded, replayed from then on.
+    assert (use.part, use.plain_count, use.recorded_count) == ("transformer", 1, 1)
+    assert use.replayed_count >= 3
+    assert (use.entry_count, use.held_bytes) == (1, 100)
+    assert use.unlisted_count == use.refused_count == use.evicted_count == 0
+
+
+def test_a_worker_between_two_worlds_tells_of_no_passes(tmp_path: Path) -> None:
+    worlds = Worlds(SPEC, PaintedWorlds, LoadNews())
+    assert worlds.graphs() == ()
+    worlds.open(SCENE)
+    assert [use.part for use in worlds.graphs()] == ["transformer"]
+    worlds.forget()
+    assert worlds.graphs() == ()
 
 
 def test_waiting_for_room_in_the_ring_is_no_work(api: Api) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphs.compile import CompileMode
+from graphs.runner import GraphRunner
 from vae_stream.causal_vit.fused import FusedCalls
 from vae_stream.causal_vit.modes import (
     Mode,
@@ -53,7 +54,7 @@ class Form(StrEnum):
 
 class _Calls(Protocol):
     @property
-    def graph_count(self) -> int: ...
+    def runner(self) -> GraphRunner | None: ...
 
     def run(self, state: CausalVitState, kind: CallKind) -> Tensor: ...
 
@@ -146,9 +147,9 @@ class CausalVitDecoder:
         return self._lender.shape.size_bytes
 
     @property
-    def graph_count(self) -> int:
-        """Recorded calls: one a kind of call and a stream's memory."""
-        return self._calls.graph_count
+    def runner(self) -> GraphRunner | None:
+        """What records calls: one a kind of call and a stream's memory."""
+        return self._calls.runner
 
     def close(self) -> None:
         """Free recorded calls, and memory that no state holds."""

@@ -68,7 +68,7 @@ class FusedCalls:
         runner: GraphRunner | None,
     ) -> None:
         config, device = vit.config, vit.register_tokens.device
-        self._config, self._causal, self._runner = config, causal, runner
+        self._config, self._causal, self.runner = config, causal, runner
         self._size = height, width
         self.plans = tuple(
             plan_windows(height, width, shift, network=config, causal=causal, device=device)
@@ -95,24 +95,19 @@ class FusedCalls:
         def call() -> Tensor:
             return self._call(buffers, kind)
 
-        if self._runner is None:
+        if self.runner is None:
             return call()
         key = self._key(kind)
-        self._runner.allow([key])
-        self._runner.begin_turn()
-        frames_THWC = self._runner.run(key, call, buffers.fixed)
+        self.runner.allow([key])
+        self.runner.begin_turn()
+        frames_THWC = self.runner.run(key, call, buffers.fixed)
         assert frames_THWC is not None
         return frames_THWC
 
-    @property
-    def graph_count(self) -> int:
-        """Calls that are recorded."""
-        return 0 if self._runner is None else len(self._runner.entries)
-
     def close(self) -> None:
         """Give recorded calls up."""
-        if self._runner is not None:
-            self._runner.close()
+        if self.runner is not None:
+            self.runner.close()
 
     def _call(self, buffers: RingBuffers, kind: CallKind) -> Tensor:
         now = self.moment(buffers.clock_2, kind)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphs.runner import GraphRunner
 from vae_stream.causal_vit.places import (
     CallKind,
     CausalConfig,
@@ -36,7 +37,7 @@ class PlainCalls:
         width: of the grid, in tokens.
     """
 
-    graph_count = 0
+    runner: GraphRunner | None = None
 
     def __init__(self, vit: Vit, causal: CausalConfig, *, height: int, width: int) -> None:
         self._vit, self._causal = vit, causal

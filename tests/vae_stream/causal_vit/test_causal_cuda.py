@@ -113,7 +113,8 @@ def test_recorded_calls_make_the_bits_of_compiled_ones(mode: Mode) -> None:
         got, state = decoded(recorded, z, first)
         assert torch.equal(frames(got), frames(expected))
         assert all(torch.equal(state[name], each) for name, each in expected_state.items())
-    runner = recorded._calls._runner
+    runner = recorded.runner
+    assert runner is not None
     assert runner.counts.captures == len(kinds(mode))
     assert runner.counts.failures == runner.counts.unlisted == 0
     recorded.close()
