@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.attention.base import AttentionNeed, AttentionPlan, select_backend
 from engine.attention.placement import Placement, PlacementOps, eager_ops
 from engine.attention.window import ChunkAttend, PrefixAttend, WholeAttend
+from engine.audio_modulation import AudioTimes
 from engine.block_ops import BlockOps, PlainBlockOps
 from engine.cache_buffers import BufferLender, BufferShape, allocate
 from engine.config import ModelConfig
@@ -38,7 +39,7 @@ from engine.layout import (
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.prope import Projective, identity_projective, projective
 from engine.model.rope import rope_tables
-from engine.modulation import AudioTimes, LayerModulations, ModulationTables
+from engine.modulation import LayerModulations, ModulationTables
 from engine.parallel import Alone, Exchange
 from engine.passes import ChunkPasses, pass_keys
 from engine.prefix import PrefixInputs
@@ -122,11 +123,7 @@ class RolloutCore:
             self._lender = BufferLender(
                 self.config, self.device, model.dtype, sparse_block=self._sparse_block
             )
-        self._modulation = ModulationTables(
-            model,
-            keeps_shared=self.options.adaln_tables,
-            keeps_audio=not self.options.prefix_cache,
-        )
+        self._modulation = ModulationTables(model, keeps_shared=self.options.adaln_tables)
         self.times = self._modulation.times
         self._clean = self._modulation.clean
 
@@ -189,7 +186,7 @@ class RolloutCore:
         state.layout, tables, state.prefix_placement = self._placements(inputs)
         state.inputs = inputs
         state.cache.renew_prefix(tables)
-        state.audio = self._modulation.audio(inputs.audio_t_B, state.audio)
+        state.audio = self._modulation.audio(inputs.audio_t_B)
         self._fill_prefix(state)
         self._list_keys(state)
 

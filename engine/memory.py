@@ -316,9 +316,11 @@ def engine_parts(
     blocks_before = model.num_layers * linear_parameter_count(model) * size
     blocks = blocks_before if config.linear == "bf16" else _scheme_bytes(model, config.linear, size)
     rest = (every - adaln) * size - blocks_before
-    # The third for audio times goes to the machine's memory, which is a CPU's own.
+    # The third for audio times goes to the machine's memory, which is a CPU's own; a GPU has two
+    # places for that of a layer, with what lies before them (`streamed_rows`).
     third = adaln * size // 3 if config.free_adaln else 0
-    kept = (0 if is_cuda else third) if config.free_adaln else adaln * size
+    places = 4 * third // model.num_layers
+    kept = (places if is_cuda else third) if config.free_adaln else adaln * size
     times = model.sampler.steps + 2
     vectors = model.num_layers * times * 6 * model.hidden_size * size
     working = _working_bytes(model, size, world_size)

@@ -1,7 +1,7 @@
 """Modulation of rows by their model times: what is computed once, and what rows get of it.
 
 Owns the vectors of the times that every session shares (each denoise step, clean, the anchor's),
-and the weights behind them. Audio rows have a time of their own in each session.
+and the weights behind them; those of audio rows, whose time differs, are in `audio_modulation`.
 Shape suffixes: B batch, R rows, C time width, D width, L layers, M distinct times.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.audio_modulation import AudioModulation, AudioTimes
 from engine.denoise import model_times
 from engine.errors import StateError
 from engine.layout import PrefixLayout
-from engine.model.dit import TAG_AUDIO, TAG_VIDEO, AdaLN, MiniMaxH3Transformer
-from engine.model.lora_linear import some_rows
+from engine.model.dit import TAG_VIDEO, MiniMaxH3Transformer
 from engine.prefix import PrefixInputs
 
 
@@ -54,30 +54,17 @@ class LayerModulations(Sequence[Tensor]):
         return self._of_layer(index)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class AudioTimes:
-    """Times of the audio rows of a batch, and the vectors of each layer where they are kept."""
-
-    embedding_BC: Tensor
-    kept_B6D: dict[int, Tensor]
-    times: tuple[float, ...] | None = None
-    """Where all vectors are kept: what they are of."""
-
-
 class ModulationTables:
     """Vectors of a model; its weights may go once they are there.
 
     Args:
         model: the weights.
-        keeps_shared: keep the vectors of the shared times, instead of computing them each time.
-        keeps_audio: keep those of audio times, which is of use where each pass has the prefix.
+        keeps_shared: keep vectors, instead of computing them each time.
     """
 
-    def __init__(
-        self, model: MiniMaxH3Transformer, *, keeps_shared: bool, keeps_audio: bool
-    ) -> None:
+    def __init__(self, model: MiniMaxH3Transformer, *, keeps_shared: bool) -> None:
         self._model = model
-        self._keeps_shared, self._keeps_audio = keeps_shared, keeps_shared and keeps_audio
+        self._keeps_shared = keeps_shared
         self.times: list[float] = model_times(model.config.sampler).tolist()
         self.clean = len(self.times)
         """Index of t = 1."""
@@ -89,14 +76,14 @@ class ModulationTables:
         self._tables: dict[int, Tensor] = {}
         self._final_M2D: Tensor | None = None
         self._pass_tables: PassTables | None = None
-        self._are_weights_freed = False
+        self._audio = AudioModulation(model, keeps=keeps_shared)
 
     def renew(self) -> None:
         """Forget what was computed from the weights.
 
         Raises: StateError when they were given up.
         """
-        if self._are_weights_freed:
+        if self._audio.are_weights_freed:
             raise StateError(
                 "renew: the modulation weights were given up (free_adaln); expected a model that "
                 "keeps them, or one that is loaded anew"
@@ -106,44 +93,18 @@ class ModulationTables:
 
     def free_weights(self) -> None:
         """Build every table and give up the weights; the third that audio times need, one of each
-        session, goes to the machine's memory.
+        session, goes to the machine's memory, from where a GPU reads it when a session begins.
 
         Raises: StateError unless tables are kept.
         """
         if not self._keeps_shared:
             raise StateError("free_weights: tables are not kept; expected adaln_tables")
         self.of_passes()
-        for layer in range(self._model.config.num_layers):
-            block = self._model.block(layer)
-            if isinstance(block.adaln_proj, AdaLN):
-                block.add_module("adaln_proj", AudioAdaLN(block.adaln_proj))
-        self._are_weights_freed = True
+        self._audio.free_weights()
 
-    def audio(self, t_B: Tensor, before: AudioTimes | None = None) -> AudioTimes:
-        """Times of the audio rows of each sample.
-
-        Args:
-            t_B: the times.
-            before: those that the same rows had until now; without weights on the device the
-                vectors of equal times are taken over, and of others made at once.
-        """
-        if not self._are_weights_freed:
-            return AudioTimes(embedding_BC=self._model.time_embedding(t_B), kept_B6D={})
-        times = tuple(t_B.tolist())
-        if before is not None and before.times == times:
-            return before
-        embedding_BC = self._model.time_embedding(t_B)
-        host_BC = embedding_BC.cpu()
-        kept_B6D = {}
-        for layer in range(self._model.config.num_layers):
-            projection = self._model.block(layer).adaln_proj
-            if isinstance(projection, AudioAdaLN):
-                made_B6D = projection.audio(host_BC)
-            else:
-                # A short form of the weights, which stays.
-                made_B6D = self._model.modulation(layer, embedding_BC)[:, TAG_AUDIO]
-            kept_B6D[layer] = made_B6D.to(t_B.device, self._model.dtype)
-        return AudioTimes(embedding_BC=embedding_BC, kept_B6D=kept_B6D, times=times)
+    def audio(self, t_B: Tensor) -> AudioTimes:
+        """Times of the audio rows of each sample."""
+        return self._audio.times(t_B)
 
     def time_index(self, time: int) -> Tensor:
         """Index of a shared time as a tensor [1]; no copy from the host."""
@@ -175,7 +136,7 @@ class ModulationTables:
         text_R6D = table[self.clean][inputs.text_tags_R]
         anchor_R6D = table[self._anchor, TAG_VIDEO].expand(layout.anchor_rows, -1, -1)
         conditioning_R6D = torch.cat([text_R6D, anchor_R6D])
-        audio_B16D = self._audio(layer, audio)[:, None]
+        audio_B16D = self._audio.vectors(layer, audio)[:, None]
         return torch.cat(
             [
                 conditioning_R6D.expand(batch_size, -1, -1, -1),
@@ -207,38 +168,3 @@ class ModulationTables:
         if self._keeps_shared:
             self._final_M2D = table
         return table
-
-    def _audio(self, layer: int, audio: AudioTimes) -> Tensor:
-        """Vectors of each sample's audio time [B, 6, D]."""
-        if layer in audio.kept_B6D:
-            return audio.kept_B6D[layer]
-        table_B6D = self._model.modulation(layer, audio.embedding_BC)[:, TAG_AUDIO]
-        if self._keeps_audio:
-            audio.kept_B6D[layer] = table_B6D
-        return table_B6D
-
-
-class AudioAdaLN(nn.Module):
-    """What is left of a block's modulation: the rows for audio, in the machine's memory.
-
-    One product over a third of the outputs, once a session, whose sums a CPU orders otherwise than
-    a GPU.
-    """
-
-    def __init__(self, whole: AdaLN) -> None:
-        super().__init__()
-        part = whole.linear.out_features // 3
-        rows = slice(TAG_AUDIO * part, (TAG_AUDIO + 1) * part)
-        self.linear = some_rows(whole.linear, rows).to("cpu")
-
-    def audio(self, temb_BC: Tensor) -> Tensor:
-        """Return [B, 6, D] for silu(temb), all on the CPU."""
-        out: Tensor = self.linear(temb_BC.to(self.linear.weight.dtype))
-        return out.unflatten(-1, (6, -1))
-
-    def forward(self, temb_MC: Tensor, parts: int) -> Tensor:
-        """Refuse: raises StateError."""
-        raise StateError(
-            "modulation: the weights were given up (free_adaln) once their tables were built; "
-            "expected nothing but times in the tables"
-        )

@@ -52,25 +52,14 @@ class LoraLinear(nn.Module):
 
     def branch(self, x: Tensor) -> Tensor:
         """Return what is added to the base."""
-        delta = F.linear(F.linear(x, self.a_RK), self.b_NR)
-        return delta if self.scale == 1.0 else delta * self.scale
+        return low_rank(x, self.a_RK, self.b_NR, self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., N]."""
         return self.base(x) + self.branch(x)
 
 
-def some_rows(linear: nn.Linear | LoraLinear, rows: slice) -> nn.Linear | LoraLinear:
-    """Return a linear of some of the output channels, with weights of its own."""
-    base = linear.base if isinstance(linear, LoraLinear) else linear
-    count = len(range(*rows.indices(base.out_features)))
-    part = nn.Linear(
-        base.in_features, count, bias=base.bias is not None, device=base.weight.device,
-        dtype=base.weight.dtype,
-    ).requires_grad_(False)  # fmt: skip
-    part.weight.data = base.weight[rows].clone()
-    if base.bias is not None:
-        part.bias.data = base.bias[rows].clone()
-    if isinstance(linear, LoraLinear):
-        return LoraLinear(part, linear.a_RK, linear.b_NR[rows].clone(), linear.scale)
-    return part
+def low_rank(x: Tensor, a_RK: Tensor, b_NR: Tensor, scale: float) -> Tensor:
+    """Return scale B (A x), [..., N]."""
+    delta = F.linear(F.linear(x, a_RK), b_NR)
+    return delta if scale == 1.0 else delta * scale
