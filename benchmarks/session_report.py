@@ -24,7 +24,9 @@ PLANNED_PRESET = "h3_33b"
 PLAN_TOLERANCE = 0.1
 SWITCH_RATIO = 1.5
 """First chunk at a prompt length that is new, against a steady one, at most."""
-_SWITCH_KEY = ("preset", "geometry", "weights", "linear", "kernels", "gpu", "cpu")
+_SWITCH_KEY = (
+    "preset", "geometry", "weights", "free_adaln", "linear", "kernels", "gpu", "cpu",
+)  # fmt: skip
 _KEY = ("preset", "row", "geometry", "weights", "dtype", "kernels", "decoder", "gpu", "cpu")
 
 
@@ -57,6 +59,17 @@ def session_section(path: Path = RECORDS, switches: Path = SWITCH_RECORDS) -> st
             "| as many as before: prefix; next chunks | commit |",
             "|---|---|---|---|---|---|---|",
             *map(_switch, switched),
+        ]
+    # Not in the first records.
+    restarted = [record for record in switched if "new_seed" in record]
+    if restarted:
+        lines += [
+            "",
+            "| a walk begins anew | another seed: prefix; first latents | by what that prefix is "
+            "longer, ms | the same seed: prefix; first latents | another picture: prefix; first "
+            "latents | commit |",
+            "|---|---|---|---|---|---|",
+            *map(_restarts, restarted),
         ]
     return "\n".join(lines)
 
@@ -122,11 +135,18 @@ def _start_up(record: dict[str, Any]) -> str:
     return f"| {_title(record)} | {stages} | {record['first_frame_after_s']:.0f} |"
 
 
-def _switch(record: dict[str, Any]) -> str:
+def _switch_title(record: dict[str, Any]) -> str:
     where = record["gpu"] or record["cpu"]
+    freed = ", modulation weights given up" if record.get("free_adaln") else ""
+    return (
+        f"`{record['preset']}` {record['geometry']} ({record['weights']} weights){freed}, {where}"
+    )
+
+
+def _switch(record: dict[str, Any]) -> str:
     ratio = record["first_chunk_ratio"]
     cells = [
-        f"`{record['preset']}` {record['geometry']} ({record['weights']} weights), {where}",
+        _switch_title(record),
         f"{record['steady']['p50']:.0f}",
         *(_after_switch(record[name]) for name in ("same_length", "new_length")),
         f"{ratio:.2f}" + _missed(ratio <= SWITCH_RATIO, f"at most {SWITCH_RATIO:g}"),
@@ -141,3 +161,21 @@ def _after_switch(switch: dict[str, Any]) -> str:
     chunks = ", ".join(f"{ms:.0f}" for ms in switch["chunk_ms"])
     recorded = switch["capture_count"]
     return f"{switch['prefix_ms']:.0f}; {chunks} ms ({recorded} passes recorded)"
+
+
+def _restarts(record: dict[str, Any]) -> str:
+    cells = [
+        _switch_title(record),
+        _after_restart(record["new_seed"]),
+        f"{record['new_seed_extra_ms']:.1f}",
+        *(_after_restart(record[name]) for name in ("same_seed", "another_picture")),
+        record["commit"],
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _after_restart(restarts: dict[str, Any]) -> str:
+    prefixes, chunks = (
+        ", ".join(f"{ms:.0f}" for ms in restarts[name]) for name in ("prefix_ms", "chunk_ms")
+    )
+    return f"{prefixes}; {chunks} ms ({restarts['capture_count']} passes recorded)"
