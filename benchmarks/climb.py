@@ -1,12 +1,12 @@
-"""Rows of the ladder of the engine: one change each, on the same weights, in one process.
+"""The ladder of the engine, climbed: row after row on the same weights, in one process.
 
-Owns the rows, how each is run, and its error against the first or another. Invariants: every row
-makes the weights anew from one seed, so that no row sees what another did to them and one copy is
-there at a time; same noise, same controls; a row counts once its window is full and has slid; the
-refresh is part of a chunk. Where ranks share a rollout, each row is first run by every rank for
-itself: what ranks together make and take is compared with what one makes and takes.
-Classes: X the bits of that row, F other rounding, A approximate. X and F are found by
-comparing latents.
+Owns how a row is run, and its error against the first or another. Invariants: every row makes the
+weights anew from one seed, so that no row sees what another did to them and one copy is there at a
+time; same noise, same controls; a row counts once its window is full and has slid; the refresh is
+part of a chunk. Where ranks share a rollout, each row is first run by every rank for itself: what
+ranks together make and take is compared with what one makes and takes.
+Classes: X the bits of that row, F other rounding, A approximate. X and F are found by comparing
+latents.
 """
 
 from __future__ import annotations
@@ -16,30 +16,17 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.floor import Floor, measure_floor
+from benchmarks.ladder_rows import ROWS, SEED, LadderScenario, Row, plain_config
 from benchmarks.peak import fp8_product_rate, product_rate
-from benchmarks.record import (
-    Machine,
-    Spread,
-    describe_machine,
-    peak_resident_mib,
-    size_name,
-)
+from benchmarks.record import Machine, Spread, describe_machine, peak_resident_mib
 from engine.attention.sparse import check_density
 from engine.clock import new_clock
-from engine.config import (
-    PRESET_NAMES,
-    SPARSE_STEPS,
-    EngineConfig,
-    Geometry,
-    ModelConfig,
-    preset,
-)
+from engine.config import EngineConfig
 from engine.device import choose_dtype, resolve_device, torch_dtype
 from engine.engine import Engine
 from engine.errors import ConfigError, UnsupportedError
@@ -49,9 +36,7 @@ from engine.prefix import anchor_shape
 from engine.rollout import Rollout
 from engine.types import FRAMES_PER_CHUNK, Action, Control, LatentChunk
 
-SEED = 0
 PROMPT = "a meadow by day"
-CHUNK_LIMIT = 10_000
 ERROR_CHUNKS = (1, 6)
 """Chunks after which the error against the first row is taken."""
 _EXTRA_DROPPED = 3
@@ -62,131 +47,6 @@ _KEYS: tuple[tuple[Control, ...], ...] = (
     (Control.LOOK_RIGHT,),
     (Control.RIGHT, Control.LOOK_LEFT),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One change on top of the rows before it."""
-
-    name: str
-    title: str
-    changes: dict[str, Any]
-    """Fields of `EngineConfig`."""
-    is_approximate: bool = False
-    is_extra: bool = False
-    """Left out unless it is named: another way to do what the next row does."""
-
-
-PLAIN: dict[str, Any] = {
-    "prefix_cache": False, "adaln_tables": False, "packed_history": False, "compile": "off",
-    "graphs": False, "attention": "sdpa", "kernels": "off", "linear": "bf16",
-}  # fmt: skip
-ROWS = (
-    Row(name="eager", title="eager, prefix recomputed", changes={}),
-    Row(
-        name="prefix",
-        title="prefix and modulation once",
-        changes={"prefix_cache": True, "adaln_tables": True},
-    ),
-    Row(name="blocks", title="blocks compiled", changes={"compile": "blocks"}),
-    Row(name="attention", title="attention backend measured", changes={"attention": "auto"}),
-    Row(name="packed", title="packed history", changes={"packed_history": True}),
-    Row(name="full", title="whole pass compiled", changes={"compile": "full"}),
-    Row(name="graphs", title="CUDA graphs", changes={"graphs": "strict"}),
-    # In place of what a compiler makes: nothing is left for it to fuse.
-    Row(name="kernels", title="fused kernels", changes={"kernels": "fast", "compile": "off"}),
-    Row(
-        name="fp8_block",
-        title="FP8 linears, in blocks",
-        changes={"linear": "fp8_block"},
-        is_approximate=True,
-        is_extra=True,
-    ),
-    Row(
-        name="fp8_linear",
-        title="FP8 linears",
-        changes={"linear": "fp8_rowwise"},
-        is_approximate=True,
-    ),
-    Row(
-        name="fp8_mixed",
-        title="FP8, attention's output bf16",
-        changes={"linear": "fp8_mixed"},
-        is_approximate=True,
-    ),
-    Row(
-        name="sparse",
-        title=f"sparse attention, first {SPARSE_STEPS} steps",
-        changes={"attention": "sparse"},
-        is_approximate=True,
-    ),
-)
-ROW_NAMES = tuple(row.name for row in ROWS)
-DEFAULT_ROWS = tuple(row.name for row in ROWS if not row.is_extra)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LadderScenario:
-    """What is climbed. Raises ConfigError for what cannot be."""
-
-    preset: str = "h3_33b"
-    weights: str = "auto"
-    """shipped or random; auto: those that ship, else random."""
-    geometry: Geometry | None = None
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    chunk_count: int = 10
-    """Chunks of a row that count."""
-    rows: tuple[str, ...] = DEFAULT_ROWS
-    """Names of `ROWS`; the others are left out."""
-    reference: str = ROW_NAMES[0]
-    """Row that errors are against. It is measured first; those before it are taken as they are,
-    which saves an hour where the first row is slow."""
-    start: str = ROW_NAMES[0]
-    """Rows between the reference and this one are taken without being measured."""
-
-    def __post_init__(self) -> None:
-        if self.preset not in PRESET_NAMES:
-            raise ConfigError(f"preset: {self.preset!r}; allowed: {', '.join(PRESET_NAMES)}")
-        if not 1 <= self.chunk_count <= CHUNK_LIMIT:
-            raise ConfigError(f"chunks: {self.chunk_count}; allowed: 1 to {CHUNK_LIMIT}")
-        for option, names in (
-            ("rows", self.rows), ("start", (self.start,)), ("reference", (self.reference,)),
-        ):  # fmt: skip
-            for name in names:
-                if name not in ROW_NAMES:
-                    raise ConfigError(f"{option}: {name!r}; allowed: {', '.join(ROW_NAMES)}")
-        if self.weights not in ("auto", "shipped", "random"):
-            raise ConfigError(f"weights: {self.weights!r}; allowed: auto, shipped, random")
-        if self.weights == "shipped" and not self._ships:
-            raise ConfigError(
-                f"weights: none ship with {self.preset} at {size_name(self.model.geometry)}; "
-                "allowed: random"
-            )
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model at the picture size asked for."""
-        return preset(self.preset, self.geometry).model
-
-    @property
-    def _ships(self) -> bool:
-        found = preset(self.preset)
-        return found.weights is not None and self.geometry in (None, found.model.geometry)
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the weights are."""
-        return self.weights == "random" or not self._ships
-
-    def load(self, config: EngineConfig, exchange: Exchange) -> Engine:
-        """Make or read the weights; the same ones each time."""
-        found = preset(self.preset, self.geometry)
-        if not self.is_random:
-            return Engine.from_pretrained(self.preset, config, exchange=exchange)
-        return Engine.from_random(
-            found.model, config, seed=SEED, geometries=found.geometries, exchange=exchange
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,9 +130,10 @@ def measure_grounds(
 ) -> Grounds:
     """Measure what this machine reaches at best. Every rank calls this.
 
-    Raises: ConfigError, DeviceError.
+    Raises: ConfigError, DeviceError; UnsupportedError for rows that cannot run here.
     """
     device = resolve_device(scenario.device)
+    scenario.require_device(device)
     dtype = scenario.dtype
     if dtype == "auto":
         dtype = choose_dtype(scenario.model, device).dtype
@@ -296,19 +157,13 @@ def climb(scenario: LadderScenario, grounds: Grounds, exchange: Exchange) -> Ite
         for it in an exchange.
     """
     device = resolve_device(scenario.device)
-    base = EngineConfig(device=str(device), dtype=grounds.dtype, **PLAIN)
-    if device.type == "cuda":
-        # torch's own choice differs from release to release; published ladders begin with flash.
-        base = dataclasses.replace(base, attention="flash")
+    base = plain_config(device, grounds.dtype)
     reference: dict[int, Tensor] = {}
     last: Climbed | None = None
     refusable = (ConfigError, UnsupportedError) if exchange.world_size > 1 else (Exception,)
-    first, start = ROW_NAMES.index(scenario.reference), ROW_NAMES.index(scenario.start)
-    for index, row in enumerate(ROWS):
-        is_reference = index == first
-        if row.name not in scenario.rows and not is_reference:
-            continue
-        if not is_reference and index < max(first, start):
+    for row in filter(scenario.takes, ROWS):
+        is_reference = row.name == scenario.reference
+        if not scenario.measures(row):
             base = dataclasses.replace(base, **row.changes)
             continue
         _release(device)

@@ -49,7 +49,7 @@ from vae_stream.causal_vit import CausalVitDecoder, Form, Mode
 from vae_stream.geometry import BLOCK_FRAMES, BLOCK_LATENTS
 from vae_stream.vit import Vit, VitConfig
 
-EXIT_OK, EXIT_USAGE = 0, 2
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
 GEOMETRIES = "832x480,1344x768"
 RELEASED = VitConfig(layer_count=24)
 _TINY = VitConfig(layer_count=2, head_count=2, ffn_width=96)
@@ -360,6 +360,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.record is not None:
             append_record(options.record, records[-1])
     print(json.dumps({"rows": records}))
+    if not records:
+        message = f"error: nothing was measured: limit_s is {options.limit_s:g}; allowed: more"
+        print(message, file=sys.stderr)
+        return EXIT_FAILURE
     return EXIT_OK
 
 

@@ -34,13 +34,13 @@ from benchmarks.kernel_rows import Bound, Rates, all_rows, cases_on, refusal
 from benchmarks.options import command_parser
 from benchmarks.record import append_record, describe_machine
 from engine.device import resolve_device
-from engine.errors import ConfigError, WorldStreamError
+from engine.errors import ConfigError, DeviceError, WorldStreamError
 from engine.kernels import Op
 from engine.kernels.cases import CASES, Case
 from engine.kernels.reference import dequantize_rows
 from graphs.compile import compile_module
 
-EXIT_OK, EXIT_FAILURE, EXIT_USAGE = 0, 1, 2
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 1, 2, 3
 _GRAPH_MS, _MOST_CALLS = 1.0, 20
 """Length of a graph, and calls in it at most."""
 _REPLAYS, _SETTLING = 24, 8
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             records.append(record)
     except WorldStreamError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ENVIRONMENT
     line = {
         "scenario": "kernels",
         "kernels": [asdict(record) for record in records],
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _chosen(names: str | None, device: torch.device) -> tuple[list[Op], dict[str, str]]:
     """Return the operators that are asked for and run here, and why others do not.
 
-    Raises: ConfigError for a name that is none.
+    Raises: ConfigError for a name that is none, DeviceError where nothing is left to measure.
     """
     rows = all_rows()
     chosen = list(rows) if names is None else names.split(",")
@@ -228,6 +228,9 @@ def _chosen(names: str | None, device: torch.device) -> tuple[list[Op], dict[str
             raise ConfigError(f"names: {name!r}; allowed: {', '.join(rows)}")
     reasons = {name: refusal(rows[name], device) for name in chosen}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+    if len(left_out) == len(reasons):
+        told = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise DeviceError(f"names: nothing of them can be measured on {device}: {told}")
     return [rows[name] for name in chosen if name not in left_out], left_out
 
 

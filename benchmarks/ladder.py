@@ -16,18 +16,12 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.climb import (
-    DEFAULT_ROWS,
-    ROW_NAMES,
-    Climbed,
-    LadderScenario,
-    Step,
-    climb,
-    measure_grounds,
-)
+from benchmarks.climb import Climbed, Step, climb, measure_grounds
 from benchmarks.ladder_output import as_json, as_record, bars, captions, head, row_line
+from benchmarks.ladder_rows import DEFAULT_ROWS, ROW_NAMES, LadderScenario
 from benchmarks.options import command_parser
 from benchmarks.plot import save_waterfall
 from benchmarks.record import append_record, parse_geometry
@@ -35,7 +29,17 @@ from engine.config import PRESET_NAMES
 from engine.errors import ConfigError, WorldStreamError
 from engine.ranks import Ranks, end_process, joined_ranks
 
-EXIT_OK, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 2, 3
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_ENVIRONMENT = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ladder:
+    """What came of all rows."""
+
+    line: str
+    """JSON."""
+    is_climbed: bool
+    """Whether any row that was asked for was measured."""
 
 
 def run_ladder(
@@ -45,8 +49,8 @@ def run_ladder(
     plot: Path | None,
     record: Path | None,
     commit: str | None = None,
-) -> str:
-    """Climb, tell and keep each row as it is done; return the JSON line of all.
+) -> Ladder:
+    """Climb, tell and keep each row as it is done; say so where none of them was measured.
 
     Args:
         scenario: what is climbed.
@@ -55,7 +59,7 @@ def run_ladder(
         record: file to append one JSON line a row to.
         commit: see `describe_machine`.
 
-    Raises: CheckpointError, ConfigError, DeviceError.
+    Raises: CheckpointError, ConfigError, DeviceError, UnsupportedError.
     """
     scenario = dataclasses.replace(scenario, device=ranks.device(scenario.device))
     steps = list[Step]()
@@ -75,7 +79,11 @@ def run_ladder(
         records = [row for row in line["rows"] if "reason" not in row]
         title, caption = captions(records)
         save_waterfall(plot, bars(records), title=title, caption=caption)
-    return json.dumps(line)
+    climbed = {step.row.name for step in steps if isinstance(step, Climbed)}
+    is_climbed = not climbed.isdisjoint(scenario.row_names)
+    if ranks.is_first and not is_climbed:
+        print("error: none of the rows was measured, see above", file=sys.stderr, flush=True)
+    return Ladder(line=json.dumps(line), is_climbed=is_climbed)
 
 
 def _tell_failure(error: Exception, rank: int) -> int:
@@ -102,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=10, help="that count, of each row")
     parser.add_argument(
         "--rows",
-        default=",".join(DEFAULT_ROWS),
-        help=f"names with commas, of {', '.join(ROW_NAMES)}",
+        help=f"names with commas, of {', '.join(ROW_NAMES)}; by default those that run here of "
+        f"{', '.join(DEFAULT_ROWS)}",
     )
     parser.add_argument("--reference", default=ROW_NAMES[0], help="row that errors are against")
     parser.add_argument("--start", default=ROW_NAMES[0], help="first row to measure after that")
@@ -119,20 +127,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             device=options.device,
             dtype=options.dtype,
             chunk_count=options.chunks,
-            rows=tuple(options.rows.split(",")),
+            rows=None if options.rows is None else tuple(options.rows.split(",")),
             reference=options.reference,
             start=options.start,
         )
         with joined_ranks(scenario.device, _tell_failure) as ranks:
-            line = run_ladder(
+            ladder = run_ladder(
                 scenario, ranks, plot=options.plot, record=options.record, commit=options.commit
             )
             if ranks.is_first:
-                print(line, flush=True)
+                print(ladder.line, flush=True)
     except WorldStreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return _exit_code(error)
-    return EXIT_OK
+    return EXIT_OK if ladder.is_climbed else EXIT_FAILURE
 
 
 if __name__ == "__main__":

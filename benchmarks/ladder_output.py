@@ -10,7 +10,8 @@ import dataclasses
 import math
 from typing import Any
 
-from benchmarks.climb import Climbed, Grounds, LadderScenario, Refused, Step
+from benchmarks.climb import Climbed, Grounds, Refused, Step
+from benchmarks.ladder_rows import LadderScenario
 from benchmarks.peak import Work, chunk_work, pass_work
 from benchmarks.plot import Bar
 from benchmarks.record import size_name

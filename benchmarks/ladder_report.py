@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.climb import ROW_NAMES
 from benchmarks.ladder_output import bars, captions
+from benchmarks.ladder_rows import ROW_NAMES
 from benchmarks.plot import save_waterfall
 from benchmarks.record import shown_ms
 

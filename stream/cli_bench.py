@@ -24,7 +24,7 @@ from engine.config import (
 from engine.errors import ConfigError
 from stream.jobs import File, Text
 
-EXIT_OK = 0
+EXIT_OK, EXIT_FAILURE = 0, 1
 _GRAPHS: dict[str, GraphChoice] = {"auto": "auto", "on": True, "off": False, "strict": "strict"}
 
 
@@ -126,8 +126,8 @@ class BenchEngine:
             default = next(each.default for each in fields(self) if each.name == name)
             if getattr(self, name) != default:
                 raise ConfigError(f"{name}: {getattr(self, name)}; allowed without ladder")
-        from benchmarks.climb import DEFAULT_ROWS, LadderScenario
         from benchmarks.ladder import run_ladder
+        from benchmarks.ladder_rows import LadderScenario
         from benchmarks.record import parse_geometry
         from engine.ranks import Ranks
 
@@ -138,12 +138,13 @@ class BenchEngine:
             device=self.device,
             dtype=self.dtype,
             chunk_count=self.chunks,
-            rows=DEFAULT_ROWS if self.rows is None else tuple(self.rows.split(",")),
+            rows=None if self.rows is None else tuple(self.rows.split(",")),
         )
         record = None if self.record is None else Path(self.record)
         plot = None if self.plot is None else Path(self.plot)
-        print(run_ladder(scenario, Ranks(), plot=plot, record=record), flush=True)
-        return EXIT_OK
+        ladder = run_ladder(scenario, Ranks(), plot=plot, record=record)
+        print(ladder.line, flush=True)
+        return EXIT_OK if ladder.is_climbed else EXIT_FAILURE
 
 
 @dataclass(frozen=True, kw_only=True)

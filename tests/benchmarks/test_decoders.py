@@ -67,10 +67,11 @@ def test_paced_calls_come_when_their_latents_are_due(
 
 
 def test_a_row_that_would_begin_too_late_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--tiny", "--device", "cpu", "--geometry", "64x32", "--limit-s", "0"]) == 0
+    assert main(["--tiny", "--device", "cpu", "--geometry", "64x32", "--limit-s", "0"]) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["rows"] == []
     assert "64x32 plain, pair: left out" in printed.err
+    assert "error: nothing was measured: limit_s is 0; allowed: more" in printed.err
 
 
 @pytest.mark.parametrize(

@@ -108,5 +108,12 @@ def test_an_unknown_operator_is_refused(capsys):
 
 
 def test_a_machine_without_kernels_is_told(capsys):
-    assert kernels.main(["--device", "cpu", "--names", "swiglu"]) == kernels.EXIT_USAGE
+    assert kernels.main(["--device", "cpu", "--names", "swiglu"]) == kernels.EXIT_ENVIRONMENT
     assert "tensors are on cpu; allowed: cuda" in capsys.readouterr().err
+
+
+def test_nothing_that_can_be_measured_is_an_error(capsys):
+    assert kernels.main(["--device", "cpu", "--names", "dense"]) == kernels.EXIT_ENVIRONMENT
+    printed = capsys.readouterr()
+    assert "nothing of them can be measured on cpu: dense: made for cuda, not cpu" in printed.err
+    assert printed.out == ""

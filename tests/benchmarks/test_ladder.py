@@ -15,19 +15,12 @@ import torch
 from PIL import Image
 
 from benchmarks import climb as climbing
-from benchmarks import ladder
-from benchmarks.climb import (
-    DEFAULT_ROWS,
-    PLAIN,
-    Climbed,
-    Grounds,
-    LadderScenario,
-    relative_error,
-)
+from benchmarks.climb import Climbed, Grounds, relative_error
 from benchmarks.floor import Floor
 from benchmarks.ladder import main
 from benchmarks.ladder_output import as_record, fp8_share, read_share
 from benchmarks.ladder_report import draw_pictures, ladder_section, read_ladders
+from benchmarks.ladder_rows import DEFAULT_ROWS, PLAIN, ROW_NAMES, ROWS, LadderScenario
 from benchmarks.peak import chunk_work, key_row_count, pass_work
 from benchmarks.plot import Bar, draw_waterfall
 from benchmarks.record import Spread, describe_machine
@@ -55,9 +48,10 @@ def climbed(tmp_path_factory):
 import sys
 for name in ("rich", "tyro", "structlog", "pydantic", "av", "fastapi", "matplotlib"):
     sys.modules[name] = None
+from benchmarks import ladder_rows
 from benchmarks.ladder import main
-from benchmarks.ladder_output import fp8_share
-sys.exit(main({TINY!r} + ["--rows", "prefix,packed,graphs,kernels", "--commit", "abc1234",
+ladder_rows.DEFAULT_ROWS = ("prefix", "packed", "graphs", "kernels")
+sys.exit(main({TINY!r} + ["--commit", "abc1234",
     "--plot", {str(folder / "plot.png")!r}, "--record", {str(folder / "ladder.jsonl")!r}]))
 """
     root = Path(__file__).parents[2]
@@ -103,9 +97,15 @@ def run_ranks(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ranks_are_measured_against_one_of_them(tmp_path):
-    records = tmp_path / "ladder.jsonl"
-    options = ["--rows", "prefix,packed,graphs", "--reference", "packed", "--record", str(records)]
-    result = run_ranks(str(Path(ladder.__file__)), *TINY, *options)
+    records, script = tmp_path / "ladder.jsonl", tmp_path / "climbs.py"
+    script.write_text("""
+import sys
+from benchmarks import ladder, ladder_rows
+ladder_rows.DEFAULT_ROWS = ("prefix", "packed", "graphs")
+sys.exit(ladder.main())
+""")
+    options = ["--reference", "packed", "--record", str(records)]
+    result = run_ranks(str(script), *TINY, *options)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 1
     assert result.stderr.count("packed history") == 1
@@ -207,9 +207,12 @@ def test_rows_that_fail_are_refused_with_their_reason(monkeypatch, capsys):
         return real(scenario, row, *arguments)
 
     monkeypatch.setattr(climbing, "_climb_row", fail_in_the_second)
-    assert main([*TINY, "--rows", "prefix"]) == 0
-    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert whole["rows"][1]["reason"] == "the compiler gave up"
+    for rows, code in (("eager,prefix", 0), ("prefix", 1)):
+        assert main([*TINY, "--rows", rows]) == code
+        printed = capsys.readouterr()
+        whole = json.loads(printed.out.splitlines()[-1])
+        assert whole["rows"][1]["reason"] == "the compiler gave up"
+        assert ("none of the rows was measured" in printed.err) == (code == 1)
 
 
 def test_a_ladder_can_be_climbed_in_parts(capsys):
@@ -239,7 +242,7 @@ def test_no_row_sees_the_eight_bits_of_the_one_before():
 def test_an_approximate_row_that_changes_nothing_is_refused(monkeypatch, capsys):
     idle = dataclasses.replace(climbing.ROWS[1], changes={}, is_approximate=True)
     monkeypatch.setattr(climbing, "ROWS", (climbing.ROWS[0], idle))
-    assert main([*TINY, "--rows", "prefix"]) == 0
+    assert main([*TINY, "--rows", "eager,prefix"]) == 0
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert whole["rows"][1]["reason"] == "made what the row before made: it was not in use"
 
@@ -261,11 +264,45 @@ def test_the_error_is_relative_and_sees_a_single_bit():
         (["--geometry", "wide"], "geometry: 'wide'; allowed: WIDTHxHEIGHT"),
         (["--geometry", "100x100"], "geometry.height_px is 100"),
         (["--weights", "shipped", "--preset", "h3_33b"], "weights: none ship with h3_33b"),
+        (["--rows", "kernels"], "rows: 'kernels' builds on prefix, packed; allowed: with these"),
+        (["--rows", "prefix,full"], "rows: 'full' builds on packed; allowed: with these named"),
+        (["--rows", "packed,graphs,kernels"], "rows: 'graphs' builds on prefix; allowed"),
+        (["--rows", "prefix", "--reference", "graphs"], "rows: 'graphs' builds on packed"),
+        (
+            ["--rows", "eager,prefix", "--reference", "packed"],
+            "rows: eager, prefix; allowed with start 'eager': one at least that is measured, of "
+            "packed, full, ",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, message, capsys):
     assert main(options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--rows", "prefix,packed,graphs"], 2, "rows: 'graphs' never runs here: graphs is 'stric"),
+        (["--rows", "prefix,packed,kernels"], 2, "rows: 'kernels' never runs here: kernels is 'f"),
+        (["--reference", "kernels"], 2, "rows: 'kernels' never runs here: graphs is 'stri"),
+        (["--rows", "eager,fp8_block"], 3, "rows: 'fp8_block' never runs here: linear is 'fp8_bl"),
+    ],
+)
+def test_rows_that_were_named_and_never_run_here_are_refused_before_anything_is_measured(
+    monkeypatch, options, code, message, capsys
+):
+    monkeypatch.setattr(climbing, "measure_floor", lambda *given, **named: pytest.fail("measured"))
+    monkeypatch.setattr(climbing, "product_rate", lambda *given: pytest.fail("measured"))
+    assert main([*TINY, *options]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_rows_that_are_taken_and_not_measured_may_be_of_another_device():
+    scenario = LadderScenario(
+        preset="tiny", rows=ROW_NAMES[:-1], reference="attention", start="fp8_mixed", device="cpu"
+    )
+    assert [row.name for row in ROWS if scenario.measures(row)] == ["attention", "fp8_mixed"]
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch, capsys):
@@ -309,7 +346,7 @@ def test_the_floor_of_a_sparse_row_is_that_of_its_own_steps():
     scenario = LadderScenario(preset="h3_33b")
     spread = Spread.of([500.0], unit="ms", dropped_count=0)
     step = Climbed(
-        row=climbing.ROWS[-1],
+        row=ROWS[-1],
         config=EngineConfig(linear="bf16", attention="sparse", sparse_steps=1),
         row_class="A", chunk=spread, denoise=spread, refresh=spread, errors={1: 0.0, 6: 0.0},
         peak_gib=1.0, launches=None, attention={}, density=0.4, replay_count=0, load_s=0.0,
