@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.placement import Placement
-from engine.cache_buffers import CacheBuffers
+from engine.cache_buffers import CacheBuffers, WindowViews
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.rope import apply_rope
 
@@ -94,11 +94,12 @@ class RowOps(Protocol):
         """Write the rotary channels of keys whose place in time is another one."""
         ...
 
-    def slide(self, buffers: CacheBuffers, slot: int) -> None:
-        """Move the window on by one chunk, in all layers.
+    def slide(self, buffers: CacheBuffers, window: WindowViews, slot: int) -> None:
+        """Move a full window on by one chunk, in all layers, and renew the summaries of its ring.
 
         Args:
-            buffers: of a full window, whose newest chunk is refreshed and lies behind the ring.
+            buffers: of the window.
+            window: the newest chunk is refreshed and lies behind the ring.
             slot: of the oldest chunk in the ring, which the newest one takes. The chunks are then
                 in the order of time from the slot after it on, around the ring.
         """
@@ -151,23 +152,27 @@ class PlainRowOps:
         """Rotate and copy."""
         key_BRNK[..., : cos_RK.shape[-1]] = apply_rope(raw_BRNK, cos_RK, sin_RK)
 
-    def slide(self, buffers: CacheBuffers, slot: int) -> None:
+    def slide(self, buffers: CacheBuffers, window: WindowViews, slot: int) -> None:
         """Layer by layer: what is final moves, and one rotation goes over the whole ring."""
         rows, ring_rows = (part[0].shape[1] for part in (buffers.newest_BRNK, buffers.raw_BSNK))
-        first, start = buffers.shape.prefix_room, buffers.cos_SK.shape[-1]
+        source, start = slice(-rows, None), buffers.cos_SK.shape[-1]
         raw_rows = slice(slot * rows, (slot + 1) * rows)
-        target = slice(first + raw_rows.start, first + raw_rows.stop)
-        source = slice(first + ring_rows, first + ring_rows + rows)
         # Slot by slot: the tables begin with the oldest chunk, the ring with slot 0.
         cos_SK, sin_SK = (
             table_SK[:ring_rows].roll(raw_rows.stop, dims=0)
             for table_SK in (buffers.cos_SK, buffers.sin_SK)
         )
-        for keys, values, raw_keys, newest_keys in buffers.layers():
+        for keys, values, raw_keys, newest_keys in zip(
+            window.keys_BSNK, window.values_BSNK, buffers.raw_BSNK, buffers.newest_BRNK,
+            strict=True,
+        ):  # fmt: skip
+            ring = slice(keys.shape[1] - ring_rows - rows, keys.shape[1] - rows)
+            target = slice(ring.start + raw_rows.start, ring.start + raw_rows.stop)
             values[:, target] = values[:, source]
             keys[:, target, :, start:] = keys[:, source, :, start:]
             raw_keys[:, raw_rows] = newest_keys
-            self.rotate(raw_keys, cos_SK, sin_SK, keys[:, first : first + ring_rows])
+            self.rotate(raw_keys, cos_SK, sin_SK, keys[:, ring])
+        window.renew_summaries(ring_rows + rows)
 
 
 class PlainBlockOps(PlainRowOps):

@@ -13,7 +13,6 @@ Shape suffixes: B batch, S key rows, R rows, N heads, K head width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +32,26 @@ class BufferShape:
     """Rows of the longest prefix."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class WindowViews:
+    """Windows of every layer up to the end of the open chunk, whose rows are the last."""
+
+    keys_BSNK: tuple[Tensor, ...]
+    values_BSNK: tuple[Tensor, ...]
+    raw_BRNK: tuple[Tensor, ...]
+    """Where a refresh leaves the rotary channels of the chunk's keys before they are rotated."""
+    summaries: tuple[KeySummary | None, ...]
+    """Of these keys, but for what depends on the chunk itself."""
+
+    def renew_summaries(self, rows: int | None = None) -> None:
+        """Summarize all keys, or what depends on the last ``rows`` of them."""
+        for keys_BSNK, values_BSNK, summary in zip(
+            self.keys_BSNK, self.values_BSNK, self.summaries, strict=True
+        ):
+            if summary is not None:
+                summary.renew(keys_BSNK, values_BSNK, rows)
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class CacheBuffers:
     """Tensors of one rollout, one a layer in each list."""
@@ -50,10 +69,6 @@ class CacheBuffers:
     """Rotary tables of the window's slots: of the oldest chunk first."""
     summaries: list[KeySummary | None]
     """Of the blocks of a full window, where attention reads some in summary."""
-
-    def layers(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Keys, values, raw and newest raw channels of each layer."""
-        return zip(self.keys_BSNK, self.values_BSNK, self.raw_BSNK, self.newest_BRNK, strict=True)
 
     def lead(self, prefix_rows: int) -> None:
         """Let a prefix of that length stand before the ring.

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from engine.attention.placement import Placement
 from engine.block_ops import BlockOps, Fp8Rows, Gated, Projected, Residual, Rows, Slot, Sum
-from engine.cache_buffers import CacheBuffers
+from engine.cache_buffers import CacheBuffers, WindowViews
 from engine.errors import UnsupportedError
-from engine.kernels import adaln, fp8_linear, qknorm_rope, slide, swiglu
+from engine.kernels import adaln, fp8_linear, qknorm_rope, slide, sparse, swiglu
 from engine.kernels.reference import Rounding
 from engine.model.dit import MiniMaxH3Transformer, RMSNorm
 from engine.model.lora_linear import LoraLinear
@@ -231,12 +231,19 @@ class _FusedBlockOps:
         """Rotate in place."""
         qknorm_rope.rotate(raw_BRNK, cos_RK, sin_RK, key_BRNK, self._rounding)
 
-    def slide(self, buffers: CacheBuffers, slot: int) -> None:
-        """Move and rotate in one launch."""
+    def slide(self, buffers: CacheBuffers, window: WindowViews, slot: int) -> None:
+        """Move, rotate and summarize in one launch."""
+        summaries = [each for each in window.summaries if each is not None]
+        block = summaries[0].block if summaries else 0
+        inside = summaries if block >= sparse.LEAST_KERNEL_BLOCK else []
         slide.slide(
-            buffers.keys_BSNK, buffers.values_BSNK, buffers.raw_BSNK, buffers.newest_BRNK,
-            buffers.cos_SK, buffers.sin_SK, buffers.shape.prefix_room, slot, self._rounding,
+            window.keys_BSNK, window.values_BSNK, buffers.raw_BSNK, buffers.newest_BRNK,
+            buffers.cos_SK, buffers.sin_SK, [each.mean_BNJK for each in inside],
+            [each.sum_BNJK for each in inside], [each.reach_BNJ for each in inside], slot, block,
+            self._rounding,
         )  # fmt: skip
+        if summaries and not inside:
+            window.renew_summaries(buffers.raw_BSNK[0].shape[1] + buffers.newest_BRNK[0].shape[1])
 
 
 def _apart(projected: Projected) -> tuple[Tensor, Tensor | None]:

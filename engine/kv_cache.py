@@ -30,7 +30,7 @@ from torch import Tensor
 
 from engine.attention.placement import Placement, PlacementOps
 from engine.block_ops import PlainRowOps, Projected, RowOps, Slot
-from engine.cache_buffers import CacheBuffers
+from engine.cache_buffers import CacheBuffers, WindowViews
 from engine.config import SPARSE_DENSE_LAYERS, ModelConfig
 from engine.errors import StateError
 from engine.kernels.sparse import KeySummary
@@ -270,25 +270,17 @@ class PlainCache(CacheOrder):
         self._cameras.pop()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class WindowViews:
-    """Windows of every layer up to the end of the open chunk, whose rows are the last."""
-
-    keys_BSNK: tuple[Tensor, ...]
-    values_BSNK: tuple[Tensor, ...]
-    raw_BRNK: tuple[Tensor, ...]
-    """Where a refresh leaves the rotary channels of the chunk's keys before they are rotated."""
-    summaries: tuple[KeySummary | None, ...]
-    """Of these keys, but for what depends on the chunk itself."""
-
-
 class PackedCache(CacheOrder):
     """One contiguous buffer a layer with everything placed; a denoise step writes only its chunk.
 
     Values and the PRoPE channels of keys are final once written, because a pose is relative to the
     first frame for life. The place in time of a past chunk moves by one with each chunk, so the
-    rotary channels of its keys are also kept raw, and rotated anew once per slide. Where blocks of
-    keys are summarized, that of the past is done when a window is complete, once for all passes.
+    rotary channels of its keys are also kept raw, and rotated anew once per slide.
+
+    Where blocks of keys are summarized, that of the past is kept from one chunk to the next, and
+    `_is_summarized` says that it is right for the window of the next pass: a slide of a full window
+    renews what it moves, and whatever else writes to the past or changes the window's length takes
+    the mark away. What the open chunk's rows touch, each pass renews by itself.
     """
 
     def __init__(
@@ -303,7 +295,7 @@ class PackedCache(CacheOrder):
         self._ops: RowOps = ops or PlainRowOps()
         self._buffers = buffers
         self._views: dict[int, WindowViews] = {}
-        self._is_summary_due = True
+        self._is_summarized = False
         self._adopt(tables)
 
     def _adopt(self, tables: WindowTables) -> None:
@@ -339,14 +331,9 @@ class PackedCache(CacheOrder):
     def settle(self) -> None:
         """Slide where a slide is due, and summarize what was not summarized since."""
         super().settle()
-        if self._is_summary_due:
-            views = self._next_views
-            for keys_BSNK, values_BSNK, summary in zip(
-                views.keys_BSNK, views.values_BSNK, views.summaries, strict=True
-            ):
-                if summary is not None:
-                    summary.renew(keys_BSNK, values_BSNK)
-        self._is_summary_due = False
+        if not self._is_summarized:
+            self._next_views.renew_summaries()
+        self._is_summarized = True
 
     def kept(self) -> None:
         """Note that a refresh wrote every layer through `views`."""
@@ -364,7 +351,7 @@ class PackedCache(CacheOrder):
     def prefix_slot(self, layer: int, k_BRNK: Projected, placement: Placement) -> Slot:
         """Room for placed keys and values of the prefix: right before the ring."""
         rows = slice(self._front, self._front + self.tables.prefix_rows)
-        self._is_summary_due = True
+        self._is_summarized = False
         return Slot(
             key_BRNK=self._buffers.keys_BSNK[layer][:, rows],
             value_BRNK=self._buffers.values_BSNK[layer][:, rows],
@@ -378,7 +365,7 @@ class PackedCache(CacheOrder):
             self._views.clear()
         self._adopt(tables)
         self._placement = None
-        self._is_summary_due = True
+        self._is_summarized = False
         # The newest chunk stands behind the history of the one before it until the slide.
         before = self.committed - self._can_undo
         past = range(max(0, before - self.history_limit), before)
@@ -436,7 +423,7 @@ class PackedCache(CacheOrder):
         self.committed = committed
         self._written.clear()
         self._placement = None
-        self._is_summary_due = True
+        self._is_summarized = False
 
     def _named_buffers(self) -> tuple[tuple[str, list[Tensor]], ...]:
         """What has to be kept between two chunks."""
@@ -456,12 +443,11 @@ class PackedCache(CacheOrder):
     def _slide(self) -> None:
         newest, buffers = self.committed - 1, self._buffers
         if newest < self.history_limit:
-            # The window still fills: the chunk sits in its slot, and so do its angles.
+            # The window still fills: the chunk sits in its slot, and so do its angles; the next
+            # window is longer, and its summary lies elsewhere.
+            self._is_summarized = False
             rows = slice(newest * self.rows, (newest + 1) * self.rows)
             for raw_keys, newest_keys in zip(buffers.raw_BSNK, buffers.newest_BRNK, strict=True):
                 raw_keys[:, rows] = newest_keys
         elif self.history_limit > 0:
-            self._ops.slide(buffers, newest % self.history_limit)
-
-    def _commit(self, placement: Placement) -> None:
-        self._is_summary_due = True
+            self._ops.slide(buffers, self._next_views, newest % self.history_limit)

@@ -21,7 +21,8 @@ from torch import Tensor
 from engine.attention.base import AttentionPlan
 from engine.attention.placement import Placement
 from engine.block_ops import BlockOps, Projected, Rows, Slot
-from engine.kv_cache import PackedCache, WindowViews
+from engine.cache_buffers import WindowViews
+from engine.kv_cache import PackedCache
 from engine.model.dit import MiniMaxH3Transformer
 from engine.model.prope import Projective
 from engine.modulation import PassTables

@@ -130,9 +130,11 @@ def _sparse_flops(case: Case, given: Mapping[str, Any]) -> float:
 
 
 def _slide_bytes(case: Case) -> float:
-    # All raw channels are read and rotated; of the newest chunk the rest is copied.
+    # All raw channels are read and rotated; of the newest chunk the rest is copied. A layer with
+    # summaries reads the rest of all keys, too.
     kept = 2 * _heads(2)(case) - _rotary(2)(case)
-    return cases.SLIDE_LAYERS * (_rotary(2 * cases.SLIDE_SLOTS + 1)(case) + kept)
+    rest = (cases.SLIDE_SLOTS - 1) * (_heads(1)(case) - _rotary(1)(case))
+    return cases.SLIDE_LAYERS * (_rotary(2 * cases.SLIDE_SLOTS + 1)(case) + kept) + rest
 
 
 _TABLE = (
@@ -174,7 +176,8 @@ _TABLE = (
     Op(
         name="slide", klass="F", reference=reference.slide, fused=slide.slide,
         inputs=cases.slide_inputs, bytes_moved=_slide_bytes,
-        written=("keys_BSNK", "values_BSNK", "raw_BSNK"), tolerance=F_TOLERANCE,
+        written=("keys_BSNK", "values_BSNK", "raw_BSNK", "mean_BNJK", "sum_BNJK"),
+        tolerance=F_TOLERANCE,
     ),
     Op(
         name="turn_output", klass="F", reference=reference.turn_output,

@@ -78,8 +78,8 @@ def _full() -> list[Case]:
 
 
 CASES = (*_small(), *_full())
-SLIDE_LAYERS, SLIDE_SLOTS = 2, 5
-"""Of the caches that `slide` is tested and measured on."""
+SLIDE_LAYERS, SLIDE_SLOTS, SLIDE_PREFIX = 2, 5, 2
+"""Of the caches that `slide` is tested and measured on; prefix in rows."""
 
 
 class Source:
@@ -210,23 +210,40 @@ def rotate_inputs(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def slide_inputs(case: Case, device: torch.device) -> dict[str, Any]:
-    """Arguments of `slide`: some layers of a cache; the oldest chunk is amid the ring."""
+    """Arguments of `slide`: some layers of a cache; the oldest chunk is amid the ring.
+
+    The last layer has summaries, of what was there before.
+    """
     source, rows = Source(case, device), case.rows
     tables = [source.tables() for _ in range(SLIDE_SLOTS)]
+    block = SPARSE_BLOCKS[-1 if case.is_full else 1]
+    window_rows = SLIDE_PREFIX + (SLIDE_SLOTS + 1) * rows
 
     def layers(total_rows: int, width: int) -> list[Tensor]:
         shape = (case.batch_size, case.heads, total_rows, width)
         return [source.normal(*shape).transpose(1, 2) for _ in range(SLIDE_LAYERS)]
 
+    # One row more than is used, as in the cache.
+    keys, values = (
+        [each[:, :window_rows] for each in layers(window_rows + 1, case.width)] for _ in range(2)
+    )
+    summary = KeySummary.of(keys[-1], SLIDE_PREFIX, block)
+    sparse_reference.summarize(
+        keys[-1], values[-1], summary.mean_BNJK, summary.sum_BNJK, summary.reach_BNJ, window_rows,
+        block,
+    )  # fmt: skip
     return {
-        "keys_BSNK": layers(2 + (SLIDE_SLOTS + 1) * rows + 1, case.width),
-        "values_BSNK": layers(2 + (SLIDE_SLOTS + 1) * rows + 1, case.width),
+        "keys_BSNK": keys,
+        "values_BSNK": values,
         "raw_BSNK": layers(SLIDE_SLOTS * rows, case.rotary),
         "newest_BRNK": layers(rows, case.rotary),
         "cos_SK": torch.cat([each["cos_RK"] for each in tables]),
         "sin_SK": torch.cat([each["sin_RK"] for each in tables]),
-        "prefix_rows": 2,
+        "mean_BNJK": [summary.mean_BNJK],
+        "sum_BNJK": [summary.sum_BNJK],
+        "reach_BNJ": [summary.reach_BNJ],
         "slot": 3,
+        "block": block,
         "rounding": case.rounding,
     }
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels import sparse_reference
 from engine.model.prope import apply_prope
 from engine.model.rope import apply_rope
 
@@ -229,16 +230,22 @@ def slide(
     newest_BRNK: Sequence[Tensor],
     cos_SK: Tensor,
     sin_SK: Tensor,
-    prefix_rows: int,
+    mean_BNJK: Sequence[Tensor],
+    sum_BNJK: Sequence[Tensor],
+    reach_BNJ: Sequence[Tensor],
     slot: int,
+    block: int,
     rounding: Rounding,
 ) -> None:
     """Let the newest chunk take a slot of the ring, and rotate every chunk for its place in time.
 
-    Places count from the slot after this one on, around the ring.
+    Places count from the slot after this one on, around the ring. Then the whole blocks that hold
+    rows of the ring are summarized.
     """
     rows, start = newest_BRNK[0].shape[1], cos_SK.shape[-1]
     slots = raw_BSNK[0].shape[1] // rows
+    ring_end = keys_BSNK[0].shape[1] - rows
+    prefix_rows = ring_end - slots * rows
 
     def rows_of(index: int, first: int) -> slice:
         return slice(first + index * rows, first + (index + 1) * rows)
@@ -256,6 +263,15 @@ def slide(
             rotate(
                 raw[:, rows_of(index, 0)], *tables, keys[:, rows_of(index, prefix_rows)], rounding
             )
+    first = len(keys_BSNK) - len(mean_BNJK)
+    for keys, values, *summary in zip(
+        keys_BSNK[first:], values_BSNK[first:], mean_BNJK, sum_BNJK, reach_BNJ, strict=True
+    ):
+        mean, sum_, reach = (part.clone() for part in summary)
+        sparse_reference.summarize(keys, values, mean, sum_, reach, keys.shape[1], block)
+        renewed = slice(prefix_rows // block, ring_end // block)
+        for part, made in zip(summary, (mean, sum_, reach), strict=True):
+            part[:, :, renewed] = made[:, :, renewed]
 
 
 def turn_output(o_BRNK: Tensor, matrix_BG44: Tensor, start: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pieces that the kernels share: rounding as eager code rounds, rotation, quantisation of a row.
+"""Pieces that the kernels share: rounding as eager code, rotation, quantisation, sums of blocks.
 
 Owns inlined functions and the option that all launches share; formulas in `reference`.
 """
@@ -17,6 +17,9 @@ AS_WRITTEN = {"enable_fp_fusion": False}
 """Launch option: a product that is added is rounded first, as in eager code; otherwise the kernels
 of one formula, plain and quantised, would differ in their last bits. Costs nothing here: all wait
 for memory."""
+
+BLOCK_WARPS = 4
+"""Of a kernel that sums blocks of rows."""
 
 _FP8_MAX, _FP8_AMAX_FLOOR = tl.constexpr(FP8_MAX), tl.constexpr(FP8_AMAX_FLOOR)
 _FP8_STEP = tl.constexpr(1.0 / FP8_MAX)
@@ -84,6 +87,44 @@ def block_codes(
     block = first // _FP8_BLOCK + tl.arange(0, SIZE // _FP8_BLOCK)
     tl.store(factor_at_ + block * factor_step, factor, mask=block < WIDTH // _FP8_BLOCK)
     return tl.reshape(codes_of(parts, inverse[:, None]), (SIZE,))
+
+
+@triton.jit
+def block_sum(
+    at_, row_step, left, is_column, KEYS: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Sum a block of rows, of which `left` count, in fp32, to [STEP, columns].
+
+    `at_` is where its first rows are. Row i is added to row i - STEP; `tl.sum` over the first axis
+    of what is left gives the sum: in one order, whichever kernel forms it.
+    """
+    row = tl.arange(0, STEP)[:, None]
+    sum_ = load_wide(at_, is_column & (row < left))
+    for step in tl.static_range(1, KEYS // STEP):
+        mask = is_column & (row + step * STEP < left)
+        sum_ += load_wide(at_ + step * STEP * row_step, mask)
+    return sum_
+
+
+@triton.jit
+def block_sum_and_reach(
+    at_, row_step, left, is_column, KEYS: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Return `block_sum`, and the length of the longest row."""
+    row = tl.arange(0, STEP)[:, None]
+    x = load_wide(at_, is_column & (row < left))
+    sum_, most = x, tl.sum(x * x, axis=1)
+    for step in tl.static_range(1, KEYS // STEP):
+        mask = is_column & (row + step * STEP < left)
+        x = load_wide(at_ + step * STEP * row_step, mask)
+        sum_ += x
+        most = tl.maximum(most, tl.sum(x * x, axis=1))
+    return sum_, tl.sqrt(tl.max(most, axis=0))
+
+
+def block_step(keys: int, columns: int, itemsize: int) -> int:
+    """Rows that `block_sum` adds at once: as many as the threads of `BLOCK_WARPS` load in one."""
+    return max(1, min(keys, BLOCK_WARPS * 32 * 16 // itemsize // columns))
 
 
 def warps_for(block: int) -> int:

@@ -10,8 +10,12 @@ form by rows p R .. (p + 1) R of the tables, as `qknorm_rope.rotate` does. Keys 
 [B, rows, N, K] a layer, raw channels [B, H R, N, S] and [B, R, N, S], tables [>= H R, S] of which
 the first half counts. What is copied stays bit for bit; what is between load and store of a
 rotation is fp32, see `reference` for `rounding`. Layers lie anywhere but have equal strides.
+The last layers may have summaries of their blocks (`sparse`). Those of blocks with rows of the ring
+and none behind it are renewed, with the bits of `sparse.summarize`: means and reaches of all, sums
+where values changed; those of a block that no row of the newest chunk came to are what they were.
 Owns the operator; `slide_triton` has the kernel.
-Shape suffixes: B batch, S rows of a window or a ring, R rows of a chunk, N heads, K head width.
+Shape suffixes: B batch, S rows of a window or a ring, R rows of a chunk, N heads, K head width, J
+blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.kernels import contract
+from engine.kernels import contract, sparse
 from engine.kernels.qknorm_rope import check_head
 
 
@@ -43,7 +47,8 @@ def _check_layers(op: str, **lists: Sequence[Tensor]) -> None:
 
 
 @torch.library.custom_op(
-    "worldstream::slide", mutates_args=("keys_BSNK", "values_BSNK", "raw_BSNK")
+    "worldstream::slide",
+    mutates_args=("keys_BSNK", "values_BSNK", "raw_BSNK", "mean_BNJK", "sum_BNJK", "reach_BNJ"),
 )
 def slide(
     keys_BSNK: Sequence[Tensor],
@@ -52,21 +57,27 @@ def slide(
     newest_BRNK: Sequence[Tensor],
     cos_SK: Tensor,
     sin_SK: Tensor,
-    prefix_rows: int,
+    mean_BNJK: Sequence[Tensor],
+    sum_BNJK: Sequence[Tensor],
+    reach_BNJ: Sequence[Tensor],
     slot: int,
+    block: int,
     rounding: str,
 ) -> None:
     """Let the newest chunk into the ring and rotate all keys in it.
 
     Args:
-        keys_BSNK: placed keys of each layer.
+        keys_BSNK: placed keys of each layer, up to the newest chunk.
         values_BSNK: values of each layer, with as many rows.
         raw_BSNK: rotary channels of the keys in the ring.
         newest_BRNK: those of the newest chunk.
         cos_SK: cosines, of the oldest chunk first.
         sin_SK: sines.
-        prefix_rows: in front of the ring.
+        mean_BNJK: summaries of the last layers, contiguous, if any.
+        sum_BNJK: of the same layers.
+        reach_BNJ: of the same layers.
         slot: that the newest chunk takes.
+        block: keys that share a summary.
         rounding: see `reference`.
 
     Raises: ConfigError, UnsupportedError.
@@ -89,17 +100,30 @@ def slide(
             f"{op}: slot is {slot} in a ring of {ring_rows} rows, {rows} a chunk; allowed: whole "
             f"chunks, 0 to {slots - 1}"
         )
-    if not 0 <= prefix_rows <= window_rows - ring_rows - rows:
+    if window_rows < ring_rows + rows:
         raise ConfigError(
-            f"{op}: prefix_rows is {prefix_rows}; allowed: 0 to {window_rows - ring_rows - rows}, "
-            "so that ring and newest chunk have room"
+            f"{op}: keys have {window_rows} rows; allowed: {ring_rows + rows} at least, so that "
+            "ring and newest chunk have room"
         )
     for name, table in (("cos", cos_SK), ("sin", sin_SK)):
         contract.require_shape(op, name, table[:ring_rows], (ring_rows, start))
         contract.require_dense(op, name, table)
+    counts = [len(tensors) for tensors in (mean_BNJK, sum_BNJK, reach_BNJ)]
+    if len(set(counts)) > 1 or counts[0] > len(keys_BSNK):
+        raise ConfigError(
+            f"{op}: summaries are {counts}; allowed: as many in all lists, of {len(keys_BSNK)} "
+            "layers at most"
+        )
+    for mean, sum_, reach in zip(mean_BNJK, sum_BNJK, reach_BNJ, strict=True):
+        sparse.require_summary(op, keys_BSNK[0], mean, sum_, reach, block)
+    if mean_BNJK and block < sparse.LEAST_KERNEL_BLOCK:
+        raise ConfigError(
+            f"{op}: block is {block}; allowed: {sparse.LEAST_KERNEL_BLOCK} at least, what kernels "
+            "summarize"
+        )
     slide_triton.slide(
-        keys_BSNK, values_BSNK, raw_BSNK, newest_BRNK, cos_SK, sin_SK, prefix_rows, slot,
-        rounding == "eager",
+        keys_BSNK, values_BSNK, raw_BSNK, newest_BRNK, cos_SK, sin_SK, mean_BNJK, sum_BNJK,
+        reach_BNJ, slot, block, rounding == "eager",
     )  # fmt: skip
 
 
@@ -111,8 +135,11 @@ def _(
     newest_BRNK: Sequence[Tensor],
     cos_SK: Tensor,
     sin_SK: Tensor,
-    prefix_rows: int,
+    mean_BNJK: Sequence[Tensor],
+    sum_BNJK: Sequence[Tensor],
+    reach_BNJ: Sequence[Tensor],
     slot: int,
+    block: int,
     rounding: str,
 ) -> None:
     return None

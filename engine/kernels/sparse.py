@@ -34,7 +34,7 @@ from engine.errors import ConfigError
 from engine.kernels import contract, sparse_reference
 from engine.kernels.sparse_reference import block_count, own_block, tile_rows
 
-_LEAST_KERNEL_BLOCK = 16
+LEAST_KERNEL_BLOCK = 16
 """Keys of a block in kernels: of a product on a GPU."""
 
 
@@ -103,7 +103,7 @@ class KeySummary:
 
 
 def _kernels_take(x: Tensor, block: int) -> bool:
-    return block >= _LEAST_KERNEL_BLOCK and contract.kernels_run_on(x)
+    return block >= LEAST_KERNEL_BLOCK and contract.kernels_run_on(x)
 
 
 def _require_block(op: str, block: int) -> None:
@@ -112,9 +112,10 @@ def _require_block(op: str, block: int) -> None:
         raise ConfigError(f"{op}: block is {block}; allowed: {allowed}")
 
 
-def _require_summary(
+def require_summary(
     op: str, k_BSNK: Tensor, mean: Tensor, sum_: Tensor, reach: Tensor, block: int
 ) -> None:
+    """Raises: ConfigError unless there is contiguous room for the summary of such keys."""
     _require_block(op, block)
     batch_size, keys, heads, width = k_BSNK.shape
     shape = (batch_size, heads, block_count(keys, block), width)
@@ -145,7 +146,7 @@ def summarize(
     Raises: ConfigError.
     """
     op = "summarize"
-    _require_summary(op, k_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, block)
+    require_summary(op, k_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, block)
     contract.require_rows(op, k=k_BSNK, v=v_BSNK)
     contract.require_shape(op, "v", v_BSNK, tuple(k_BSNK.shape))
     keys = k_BSNK.shape[1]
@@ -265,7 +266,7 @@ def attend(
     contract.require_rows(op, q=q_BRNK, k=k_BSNK, v=v_BSNK)
     contract.require_shape(op, "k", k_BSNK, (batch_size, k_BSNK.shape[1], heads, width))
     contract.require_shape(op, "v", v_BSNK, tuple(k_BSNK.shape))
-    _require_summary(op, k_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, block)
+    require_summary(op, k_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, block)
     routes = (batch_size, heads, -(-rows // tile_rows(block)), mean_BNJK.shape[2])
     contract.require_shape(op, "exact", exact_BNTJ, routes)
     contract.require_shape(op, "list", list_BNTJ, routes)

@@ -15,13 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels import contract
-from engine.kernels.rows_triton import AS_WRITTEN
+from engine.kernels.rows_triton import (
+    AS_WRITTEN,
+    BLOCK_WARPS,
+    block_step,
+    block_sum,
+    block_sum_and_reach,
+    load_wide,
+)
 from engine.kernels.sparse_reference import own_block, score_scale, tile_rows
 
 _ROWS = 64
 """Queries of a program of `attend` at most. They are half a tile where blocks have 64 keys: a form
 like this took 0.84 ms against 0.97 with all of it, 1950 queries over 13526 keys, 56 heads of 128,
 four tenths read, H200."""
+_SCORED_TILES = 8
+"""Tiles whose scores are made of the same means, which are read once for them."""
 _LEAST_SIDE = 16
 """Of a product on a GPU."""
 HOPPER_BLOCK = 64
@@ -43,65 +52,88 @@ def _summarize_kernel(
     k_ptr, v_ptr, mean_ptr, sum_ptr, reach_ptr, keys, blocks, first,
     k_batch, k_row, k_head, v_batch, v_row, v_head,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KEYS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     block, plane = tl.program_id(0) + first, tl.program_id(1).to(tl.int64)
     batch, head = plane // HEADS, plane % HEADS
-    key = (block * KEYS + tl.arange(0, KEYS))[:, None]
+    row = (block * KEYS + tl.arange(0, STEP)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)
-    mask = (key < keys) & (column < WIDTH)[None, :]
-    row = key.to(tl.int64)
+    is_column, left = column < WIDTH, keys - block * KEYS
     k_at = k_ptr + batch * k_batch + head * k_head + row * k_row + column[None, :]
     v_at = v_ptr + batch * v_batch + head * v_head + row * v_row + column[None, :]
-    k = tl.load(k_at, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(v_at, mask=mask, other=0.0).to(tl.float32)
-    count = tl.minimum(keys - block * KEYS, KEYS).to(tl.float32)
     at = plane * blocks + block
     kind: tl.constexpr = mean_ptr.dtype.element_ty
-    mean, sum_ = tl.sum(k, axis=0) / count, tl.sum(v, axis=0)
-    tl.store(mean_ptr + at * WIDTH + column, mean.to(kind), mask=column < WIDTH)
-    tl.store(sum_ptr + at * WIDTH + column, sum_.to(kind), mask=column < WIDTH)
-    tl.store(reach_ptr + at, tl.sqrt(tl.max(tl.sum(k * k, axis=1))))
+    k_sum, reach = block_sum_and_reach(k_at, k_row, left, is_column[None, :], KEYS, STEP)
+    v_sum = block_sum(v_at, v_row, left, is_column[None, :], KEYS, STEP)
+    mean = tl.sum(k_sum, axis=0) / tl.minimum(left, KEYS).to(tl.float32)
+    sum_ = tl.sum(v_sum, axis=0)
+    tl.store(mean_ptr + at * WIDTH + column, mean.to(kind), mask=is_column)
+    tl.store(sum_ptr + at * WIDTH + column, sum_.to(kind), mask=is_column)
+    tl.store(reach_ptr + at, reach)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "own"])
-def _route_kernel(
-    q_ptr, mean_ptr, sink_ptr, tally_ptr, exact_ptr, list_ptr, count_ptr, rows, blocks, own,
-    scale, tau, q_batch, q_row, q_head,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
-    GROUPS_PAD: tl.constexpr, TILE: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def _query_kernel(
+    q_ptr, query_ptr, rows, scale, q_batch, q_row, q_head,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
+    """Mean query of a tile of a head, times the factor of scores."""
     tile, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    q_ptr += plane // HEADS * q_batch + plane % HEADS * q_head
-    row = tile * TILE + tl.arange(0, TILE)
+    row = (tile * TILE + tl.arange(0, STEP)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)
-    q_at = q_ptr + row.to(tl.int64)[:, None] * q_row + column[None, :]
-    q_mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    q = tl.load(q_at, mask=q_mask, other=0.0).to(tl.float32)
-    count = tl.minimum(rows - tile * TILE, TILE).to(tl.float32)
-    query = tl.sum(q, axis=0) * (scale / count)
-    scores = tl.zeros((GROUPS_PAD, 64), tl.float32)
-    for group in tl.static_range(GROUPS):
-        block = group * 64 + tl.arange(0, 64)
-        mean_at = mean_ptr + (plane * blocks + block)[:, None] * WIDTH + column[None, :]
-        mean_mask = (block < blocks)[:, None] & (column < WIDTH)[None, :]
-        mean = tl.load(mean_at, mask=mean_mask, other=0.0).to(tl.float32)
+    is_column, left = column < WIDTH, rows - tile * TILE
+    q_at = q_ptr + plane // HEADS * q_batch + plane % HEADS * q_head
+    q_at += row * q_row + column[None, :]
+    sum_ = tl.sum(block_sum(q_at, q_row, left, is_column[None, :], TILE, STEP), axis=0)
+    query = sum_ * (scale / tl.minimum(left, TILE).to(tl.float32))
+    at = plane * tl.num_programs(0) + tile
+    tl.store(query_ptr + at * WIDTH + column, query, mask=is_column)
+
+
+@triton.jit(do_not_specialize=["tiles", "blocks"])
+def _score_kernel(
+    query_ptr, mean_ptr, score_ptr, tiles, blocks,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Scores of 64 means of a head with the queries of some tiles."""
+    plane = tl.program_id(2).to(tl.int64)
+    block = tl.program_id(0) * 64 + tl.arange(0, 64)
+    column = tl.arange(0, COLUMNS)
+    mean_at = mean_ptr + (plane * blocks + block)[:, None] * WIDTH + column[None, :]
+    mean = load_wide(mean_at, (block < blocks)[:, None] & (column < WIDTH)[None, :])
+    for index in tl.static_range(TILES):
+        tile = tl.program_id(1) * TILES + index
+        at = plane * tiles + tile
+        query = load_wide(query_ptr + at * WIDTH + column, (column < WIDTH) & (tile < tiles))
         score = tl.sum(mean * query[None, :], axis=1)
-        scores = tl.where((tl.arange(0, GROUPS_PAD) == group)[:, None], score[None, :], scores)
-    scores = tl.reshape(scores, (GROUPS_PAD * 64,))
-    block = tl.arange(0, GROUPS_PAD * 64)
+        tl.store(score_ptr + at * blocks + block, score, mask=(block < blocks) & (tile < tiles))
+
+
+@triton.jit(do_not_specialize=["blocks", "own"])
+def _choose_kernel(
+    score_ptr, sink_ptr, tally_ptr, exact_ptr, list_ptr, count_ptr, blocks, own, tau,
+    BLOCKS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Blocks that a tile of a head reads key by key."""
+    tile, tiles, plane = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    at = plane * tiles + tile
+    block = tl.arange(0, BLOCKS_PAD)
     is_block = block < blocks
-    middle = tl.sum(tl.where(is_block, scores, 0.0), axis=0) / blocks
+    scores = load_wide(score_ptr + at * blocks + block, is_block)
+    middle = tl.sum(scores, axis=0) / blocks
     off = tl.where(is_block, scores - middle, 0.0)
     limit = middle + tau * tl.sqrt(tl.sum(off * off, axis=0) / blocks + 1e-6)
     is_exact = is_block & ((scores > limit) | (block < tl.load(sink_ptr)) | (block >= own))
-    at = plane * tl.num_programs(0) + tile
     tl.store(exact_ptr + at * blocks + block, is_exact.to(tl.int8), mask=is_block)
     listed = (is_exact & (block < blocks - 1)).to(tl.int32)
     place = tl.cumsum(listed, axis=0) - listed
     tl.store(list_ptr + at * blocks + place, block, mask=listed != 0)
     tl.store(count_ptr + at, tl.sum(listed, axis=0))
     tl.atomic_add(tally_ptr, tl.sum(is_exact.to(tl.int64), axis=0), sem="relaxed")
-    tl.atomic_add(tally_ptr + 1, tl.sum(is_block.to(tl.int64), axis=0), sem="relaxed")
+    if at == 0:
+        all_ = tl.num_programs(1).to(tl.int64) * tiles * blocks
+        tl.atomic_add(tally_ptr + 1, all_, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows", "keys", "blocks", "tiles"])
@@ -188,7 +220,8 @@ def summarize(
     _summarize_kernel[(blocks - first, batch_size * heads)](
         k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, keys, blocks, first, *k_BSNK.stride()[:3],
         *v_BSNK.stride()[:3], HEADS=heads, WIDTH=width, COLUMNS=_columns(width), KEYS=block,
-        num_warps=4, **AS_WRITTEN,
+        STEP=block_step(block, _columns(width), k_BSNK.itemsize), num_warps=BLOCK_WARPS,
+        **AS_WRITTEN,
     )  # fmt: skip
 
 
@@ -203,16 +236,26 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch for checked arguments."""
     batch_size, rows, heads, width = q_BRNK.shape
-    blocks, tiles = mean_BNJK.shape[2], triton.cdiv(rows, tile_rows(block))
-    groups = triton.cdiv(blocks, 64)
+    tile, blocks, planes = tile_rows(block), mean_BNJK.shape[2], batch_size * heads
+    tiles, columns = triton.cdiv(rows, tile), _columns(width)
     exact_BNTJ = q_BRNK.new_empty((batch_size, heads, tiles, blocks), dtype=torch.int8)
     list_BNTJ = torch.empty_like(exact_BNTJ, dtype=torch.int32)
     count_BNT = q_BRNK.new_empty((batch_size, heads, tiles), dtype=torch.int32)
-    _route_kernel[(tiles, batch_size * heads)](
-        q_BRNK, mean_BNJK, sink_1, tally_2, exact_BNTJ, list_BNTJ, count_BNT, rows, blocks, own,
-        score_scale(width), float(tau), *q_BRNK.stride()[:3], HEADS=heads, WIDTH=width,
-        COLUMNS=_columns(width), GROUPS=groups, GROUPS_PAD=triton.next_power_of_2(groups),
-        TILE=tile_rows(block), num_warps=4, **AS_WRITTEN,
+    query_BNTK = q_BRNK.new_empty((batch_size, heads, tiles, width), dtype=torch.float32)
+    score_BNTJ = torch.empty_like(exact_BNTJ, dtype=torch.float32)
+    _query_kernel[(tiles, planes)](
+        q_BRNK, query_BNTK, rows, score_scale(width), *q_BRNK.stride()[:3], HEADS=heads,
+        WIDTH=width, COLUMNS=columns, TILE=tile, STEP=block_step(tile, columns, q_BRNK.itemsize),
+        num_warps=BLOCK_WARPS, **AS_WRITTEN,
+    )  # fmt: skip
+    groups = triton.cdiv(blocks, 64)
+    _score_kernel[(groups, triton.cdiv(tiles, _SCORED_TILES), planes)](
+        query_BNTK, mean_BNJK, score_BNTJ, tiles, blocks, WIDTH=width, COLUMNS=columns,
+        TILES=_SCORED_TILES, num_warps=4, **AS_WRITTEN,
+    )  # fmt: skip
+    _choose_kernel[(tiles, planes)](
+        score_BNTJ, sink_1, tally_2, exact_BNTJ, list_BNTJ, count_BNT, blocks, own, float(tau),
+        BLOCKS_PAD=64 * triton.next_power_of_2(groups), num_warps=4, **AS_WRITTEN,
     )  # fmt: skip
     return exact_BNTJ, list_BNTJ, count_BNT
 

@@ -22,9 +22,10 @@ pytestmark = pytest.mark.cpu
 
 # Five chunks in a window of three: it slides into both slots of its ring.
 _SCRIPT = """
-import json, torch
-from engine.config import Geometry, SamplerConfig
+import itertools, json, torch
+from engine.config import SPARSE_DENSE_LAYERS, Geometry, SamplerConfig
 from engine.block_ops import Fp8Rows
+from engine.cache_buffers import BufferShape, WindowViews, allocate
 from engine.core import RolloutCore
 from engine.fused_ops import fused_block_ops
 from engine.kernels import fp8_linear
@@ -81,6 +82,29 @@ joined, made = (ops.finish(0, x, each, modulation).branch_BRD for each in (o, co
 figures["joined_gap"] = (joined - made).abs().max()
 everywhere = (dataclasses.replace(rule, blocks=(0, 1)) for rule in SCHEMES["fp8_mixed"])
 compare("fp8_mixed", tuple(everywhere))
+
+def stale(block):
+    # Values of a summary that a slide leaves wrong, of a window with random rows.
+    deep = dataclasses.replace(narrow, num_layers=SPARSE_DENSE_LAYERS + 1)
+    shape, cpu = BufferShape(batch_size=1, heads=2, prefix_room=30), torch.device("cpu")
+    buffers = allocate(deep, shape, device=cpu, dtype=torch.float32, sparse_block=block)
+    lists = (buffers.keys_BSNK, buffers.values_BSNK, buffers.raw_BSNK, buffers.newest_BRNK)
+    for tensor in [*itertools.chain(*lists), buffers.cos_SK, buffers.sin_SK]:
+        tensor.normal_()
+    window = WindowViews(
+        keys_BSNK=tuple(each[:, 1:-1] for each in buffers.keys_BSNK),
+        values_BSNK=tuple(each[:, 1:-1] for each in buffers.values_BSNK),
+        raw_BRNK=tuple(buffers.newest_BRNK),
+        summaries=tuple(each and each.first(29 + 15) for each in buffers.summaries),
+    )
+    window.renew_summaries()
+    fused_block_ops(unpacked_model(deep), "fast").slide(buffers, window, 1)
+    window.renew_summaries(deep.rows_per_chunk)  # as a pass does
+    kept = [part.clone() for part in window.summaries[-1].tensors]
+    window.renew_summaries()
+    return sum((a != b).sum() for a, b in zip(kept, window.summaries[-1].tensors))
+
+figures |= {f"stale_{block}": stale(block) for block in (8, 16)}
 print(json.dumps({name: figure.item() for name, figure in figures.items()}))
 """
 
@@ -103,6 +127,12 @@ def test_fused_rollouts_are_as_near_to_fp32_as_plain_ones(figures, linears):
 def test_rows_that_come_whole_are_quantised_in_blocks_too(figures):
     # As those of ranks do, each of which has some of the heads.
     assert figures["joined_gap"] == 0
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_summaries_of_the_past_are_right_after_slides(figures, block):
+    # Blocks of 8 are too short for a kernel.
+    assert figures[f"stale_{block}"] == 0
 
 
 _COMPILED = """

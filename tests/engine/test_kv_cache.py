@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import settings
@@ -11,8 +13,10 @@ from torch import Tensor
 
 from engine.attention.placement import Placement, PlacementOps
 from engine.cache_buffers import BufferShape, allocate
+from engine.config import SPARSE_DENSE_LAYERS
 from engine.errors import StateError
-from engine.kv_cache import PackedCache, PlainCache, WindowTables
+from engine.kernels.sparse import KeySummary
+from engine.kv_cache import PackedCache, PlainCache, Window, WindowTables
 from engine.layout import window_positions
 from engine.model.prope import identity_projective, projective
 from engine.model.rope import rope_tables
@@ -335,4 +339,113 @@ class CacheMachine(RuleBasedStateMachine):
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(
     max_examples=25, stateful_step_count=25, deadline=None, derandomize=True, database=None
+)
+
+
+DEEP = dataclasses.replace(CONFIG, num_layers=SPARSE_DENSE_LAYERS + 1)
+"""Its last layer is summarized, in blocks of `BLOCK` keys."""
+BLOCK = 8
+
+
+def _summarized(prefix_rows: int) -> PackedCache:
+    shape = BufferShape(batch_size=1, heads=DEEP.num_attention_heads, prefix_room=prefix_rows)
+    buffers = allocate(
+        DEEP, shape, device=torch.device("cpu"), dtype=torch.float32, sparse_block=BLOCK
+    )
+    return PackedCache(DEEP, _tables(prefix_rows), buffers)
+
+
+class SummaryMachine(RuleBasedStateMachine):
+    """Any allowed order of calls leaves each pass the summary of its whole window, bit for bit."""
+
+    @initialize()
+    def new(self) -> None:
+        self.seed, self.is_open, self.can_undo = 0, False, False
+        self.cache = _summarized(3)
+        self.renew_prefix(3)
+
+    @precondition(lambda self: self.cache.committed < 30)
+    @rule()
+    def begin(self) -> None:
+        self.cache.begin(self.cache.committed, _camera(self.cache.committed))
+        self.is_open, self.can_undo = True, False
+
+    def _pass(self, *, keep: bool) -> Window:
+        for layer in range(DEEP.num_layers):
+            self.seed += 2
+            key, value = _rows(self.seed), _rows(self.seed + 1)
+            window = self.cache.window(layer, key, key, value, keep=keep)
+        return window
+
+    @precondition(lambda self: self.is_open)
+    @rule()
+    def denoise(self) -> None:
+        window = self._pass(keep=False)
+        keys_BSNK, summary = window.keys_BSNK, window.summary
+        assert summary is not None
+        summary.renew(keys_BSNK, window.values_BSNK, DEEP.rows_per_chunk)
+        anew = KeySummary.of(keys_BSNK, self.cache.tables.prefix_rows, BLOCK)
+        anew.renew(keys_BSNK, window.values_BSNK)
+        assert all(torch.equal(*pair) for pair in zip(summary.tensors, anew.tensors, strict=True))
+
+    @precondition(lambda self: self.is_open)
+    @rule()
+    def refresh(self) -> None:
+        self._pass(keep=True)
+        self.cache.commit()
+        self.is_open, self.can_undo = False, True
+
+    @precondition(lambda self: not self.is_open and self.cache.committed < 30)
+    @rule(chunks=st.integers(1, 7))
+    def several_chunks(self, chunks: int) -> None:
+        for _ in range(chunks):
+            self.begin()
+            self.denoise()
+            self.refresh()
+
+    @precondition(lambda self: self.can_undo)
+    @rule()
+    def undo(self) -> None:
+        self.cache.undo()
+        self.can_undo = False
+
+    @precondition(lambda self: not self.is_open)
+    @rule(is_other=st.booleans())
+    def restore(self, is_other: bool) -> None:
+        """What a snapshot kept, over a window of other chunks where `is_other`."""
+        committed, kept = self.cache.committed, self.cache.snapshot()
+        kept = {name: buffer.clone() for name, buffer in kept.items()}
+        if is_other:
+            self.several_chunks(2)
+        self.cache.restore(committed, kept)
+        self.can_undo = False
+
+    @rule(prefix_rows=st.integers(1, 19))
+    def renew_prefix(self, prefix_rows: int) -> None:
+        self.cache.renew_prefix(_tables(prefix_rows))
+        self.write_prefix()
+
+    @precondition(lambda self: self.is_open and self.cache.tables.prefix_rows > 1)
+    @rule()
+    def cut_prefix(self) -> None:
+        """Of what is there the last rows stay."""
+        self.cache.renew_prefix(_tables(self.cache.tables.prefix_rows - 1))
+        self.begin()
+        self.denoise()
+
+    @rule()
+    def write_prefix(self) -> None:
+        prefix_rows = self.cache.tables.prefix_rows
+        for layer in range(DEEP.num_layers):
+            self.seed += 2
+            key = _rows(self.seed, prefix_rows)
+            slot = self.cache.prefix_slot(layer, key, _unplaced(prefix_rows))
+            slot.key_BRNK.copy_(key)
+            slot.value_BRNK.copy_(_rows(self.seed + 1, prefix_rows))
+        self.is_open = False
+
+
+TestSummaryMachine = SummaryMachine.TestCase
+TestSummaryMachine.settings = settings(
+    max_examples=30, stateful_step_count=25, deadline=None, derandomize=True, database=None
 )

@@ -101,6 +101,7 @@ SAME_SUMS = {
     "add_norm_modulate_next": "add_norm_modulate",
     "add_norm_modulate_next_fp8": "add_norm_modulate",
     "place_sum": "place",
+    "slide": "summarize",
 }
 """Forms of one formula, of which the first has the bits of the second."""
 
@@ -189,10 +190,17 @@ BAD = {
     "raw": ("place", {"raw_BRNK": torch.zeros(2, 5, 2, 95).bfloat16()}, "raw has shape"),
     "slot": ("place", {"key_BRNK": torch.zeros(2, 6, 2, 128).bfloat16()}, "key has shape"),
     "layers": ("slide", {"raw_BSNK": []}, "'raw': 0, .*allowed: one at least, as many in all"),
-    "layer": ("slide", {"values_BSNK": [torch.zeros(2, 33, 2, n).bfloat16() for n in (128, 64)]},
-              r"values has dtype, .*\(2, 33, 2, 64\).* in a layer; allowed: .*\(2, 33, 2, 128\)"),
+    "layer": ("slide", {"values_BSNK": [torch.zeros(2, 32, 2, n).bfloat16() for n in (128, 64)]},
+              r"values has dtype, .*\(2, 32, 2, 64\).* in a layer; allowed: .*\(2, 32, 2, 128\)"),
     "newest": ("slide", {"slot": 5}, "slot is 5 in a ring of 25 rows, 5 a chunk; .* 0 to 4"),
-    "room": ("slide", {"prefix_rows": 4}, "prefix_rows is 4; allowed: 0 to 3"),
+    "room": ("slide", {"keys_BSNK": [torch.zeros(2, 29, 2, 128).bfloat16()] * 2,
+                       "values_BSNK": [torch.zeros(2, 29, 2, 128).bfloat16()] * 2},
+             "keys have 29 rows; allowed: 30 at least"),
+    "lists": ("slide", {"sum_BNJK": []}, r"summaries are \[1, 0, 1\]; allowed: as many in all"),
+    "too short": ("slide", {"block": 8, "mean_BNJK": [torch.zeros(2, 2, 4, 128).bfloat16()],
+                            "sum_BNJK": [torch.zeros(2, 2, 4, 128).bfloat16()],
+                            "reach_BNJ": [torch.zeros(2, 2, 4)]},
+                  "block is 8; allowed: 16 at least"),
     "ring": ("slide", {"cos_SK": torch.zeros(24, 96)}, r"cos has shape \(24, 96\); allowed: \(25"),
     "summary": ("summarize", {"mean_BNJK": torch.zeros(2, 2, 5, 128).bfloat16()},
                 r"mean has shape \(2, 2, 5, 128\); allowed: \(2, 2, 6, 128\)"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.kernels import sparse, sparse_reference
+from engine.kernels import slide, sparse, sparse_reference
 from engine.kernels.sparse import KeySummary
 from tests.engine.kernels.test_ops import run_interpreted
 from tests.tolerances import FP32_ATOL, FP32_RTOL, SPARSE_BF16_REL
@@ -230,6 +230,55 @@ def test_interpreted_kernels_choose_and_read_the_same_blocks():
              for spread, each in found.items()}  # fmt: skip
     forms = [*(f"{spread}, 64" for spread in SPREADS), "normal, 16"]
     assert wrong == {form: [] for form in forms}
+
+
+def slid(chunk_rows: int, prefix: int, block: int, slot: int, *, heads: int = 2, width: int = 32,
+         dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> list[str]:  # fmt: skip
+    """Slide windows of two layers, one of them summarized, and tell what is not as made anew."""
+    generator = torch.Generator(device).manual_seed(0)
+    ring_rows, rotary = 5 * chunk_rows, width * 3 // 4
+
+    def layers(count: int, width: int) -> list[Tensor]:
+        size = (1, heads, count + 1, width)
+        drawn = [torch.randn(size, generator=generator, device=device) for _ in range(2)]
+        return [each.to(dtype).transpose(1, 2)[:, :count] for each in drawn]
+
+    keys, values = (layers(prefix + ring_rows + chunk_rows, width) for _ in range(2))
+    raw, newest = layers(ring_rows, rotary), layers(chunk_rows, rotary)
+    cos, sin = (torch.randn(ring_rows, rotary, device=device).to(dtype) for _ in range(2))
+    kept, made = KeySummary.of(keys[1], prefix, block), KeySummary.of(keys[1], prefix, block)
+    kept.renew(keys[1], values[1])
+    slide.slide(
+        keys, values, raw, newest, cos, sin, [kept.mean_BNJK], [kept.sum_BNJK], [kept.reach_BNJ],
+        slot, block, "fast",
+    )  # fmt: skip
+    made.renew(keys[1], values[1])
+    own = sparse_reference.own_block(chunk_rows, keys[1].shape[1], block)
+    names = ("mean", "sum", "reach")
+    return [name for name, ours, anew in zip(names, kept.tensors, made.tensors, strict=False)
+            if not torch.equal(ours[:, :, :own], anew[:, :, :own])]  # fmt: skip
+
+
+_SLIDE_SCRIPT = """
+import json
+from tests.engine.kernels.interpreter import mend_interpreter
+from tests.engine.kernels.test_sparse import slid
+mend_interpreter()
+print(json.dumps([slid(37, 11, 16, slot) for slot in range(5)] + [slid(32, 16, 32, 2)]))
+"""
+
+
+@pytest.mark.cpu
+def test_a_slide_leaves_the_summary_of_the_window_up_to_the_open_chunk():
+    assert json.loads(run_interpreted(_SLIDE_SCRIPT)) == [[]] * 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slot", [0, 2, 4])
+def test_a_slide_on_a_gpu_has_the_bits_of_a_summary_made_anew(slot):
+    more = {"width": 128, "dtype": torch.bfloat16, "device": torch.device("cuda")}
+    assert slid(1950, 1826, 64, slot, heads=8, **more) == []
+    assert slid(75, 40, 32, slot, heads=3, **more) == []
 
 
 @pytest.mark.cpu
