@@ -47,6 +47,11 @@ class DtypeChoice:
         return f"one block: float32 {self.float32_ms:.1f} ms, bfloat16 {self.bfloat16_ms:.1f} ms"
 
 
+def gpu_count() -> int:
+    """CUDA devices of this machine that this process may use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def resolve_device(name: str) -> torch.device:
     """Device by name; "auto" is CUDA where present.
 
@@ -55,10 +60,8 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise DeviceError(f"device is {name!r}; this machine has {count} CUDA devices")
+    if device.type == "cuda" and (device.index or 0) >= gpu_count():
+        raise DeviceError(f"device is {name!r}; this machine has {gpu_count()} CUDA devices")
     return device
 
 
@@ -121,24 +124,27 @@ def held_bytes(device: str) -> int:
     return torch.cuda.memory_reserved(device) if device.startswith("cuda") else 0
 
 
-def present_memory(device: torch.device, *, shared_by: int = 1) -> Present:
+def present_memory(
+    device: torch.device, *, shared_by: int = 1, machine_shared_by: int = 1
+) -> Present:
     """Memory that is free, and whether the device has products in eight bits.
 
     Args:
         device: where.
         shared_by: processes that will each want as much of it, whether they are there yet or not.
+        machine_shared_by: the same of the machine's memory, beside that of a CUDA device.
     """
 
-    def part_gib(place: torch.device) -> float:
+    def part_gib(place: torch.device, count: int) -> float:
         free_gib = available_gib(place)
-        return free_gib if shared_by == 1 else min(free_gib, total_gib(place) / shared_by)
+        return free_gib if count == 1 else min(free_gib, total_gib(place) / count)
 
-    device_gib = part_gib(device)
+    device_gib = part_gib(device, shared_by)
     if device.type != "cuda":
         return Present(device_gib=device_gib, shared_by=shared_by)
     return Present(
         device_gib=device_gib,
-        host_gib=part_gib(torch.device("cpu")),
+        host_gib=part_gib(torch.device("cpu"), machine_shared_by),
         is_cuda=True,
         has_fp8=torch.cuda.get_device_capability(device) >= FP8_CAPABILITY,
         no_fp8_blocks=blocks_refusal(device),

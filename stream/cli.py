@@ -208,6 +208,8 @@ class Serve:
     """auto, cpu, cuda or cuda:N."""
     dtype: Text = None
     """auto, float32 or bfloat16."""
+    ranks: Number = None
+    """GPUs that share each world, of a number that divides its heads; by default 1."""
     host: Text = None
     """Address to listen on; by default 127.0.0.1, this machine only."""
     port: Number = None

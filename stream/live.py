@@ -403,8 +403,8 @@ class Live:
         info = worker.info
         if info is not None:
             log.info(
-                "worker_ready", device=info.device, dtype=info.dtype, linear=info.linear,
-                attention=info.attention, chunk_ms=info.chunk_ms,
+                "worker_ready", device=info.device, ranks=info.rank_count, dtype=info.dtype,
+                linear=info.linear, attention=info.attention, chunk_ms=info.chunk_ms,
             )  # fmt: skip
         now_s = time.monotonic()
         for session in self.registry:

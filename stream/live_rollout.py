@@ -83,7 +83,9 @@ class LiveRollout:
         # The trace is given to visitors: it names the picture, not where the server keeps it.
         path = None if start.image_path is None else Path(start.image_path).name
         shown = replace(start, image_path=path)
-        header = trace_header(spec, shown, world, prompt=prompt, seed=seed, chunk_count=0)
+        header = trace_header(
+            spec, shown, world, prompt=prompt, seed=seed, chunk_count=0, rank_count=spec.rank_count
+        )
         self._trace: TraceWriter | None = TraceWriter(trace_path, header)
 
     @property

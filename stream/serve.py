@@ -30,6 +30,7 @@ from stream.jobs import check_writable
 from stream.live import Live
 from stream.settings import ServerSettings
 from stream.workers import spec_of
+from stream.world_place import place_world
 
 SHUTDOWN_LIMIT_S = 5
 PROGRESS_S = 0.5
@@ -89,7 +90,8 @@ def serve(settings: ServerSettings) -> None:
     settings = with_token(settings)
     check(settings)
     # Workers take it over from here.
-    set_spin_count(LONE_SPIN_COUNT if settings.max_sessions == 1 else SHARED_SPIN_COUNT)
+    is_lone = settings.max_sessions == settings.ranks == 1
+    set_spin_count(LONE_SPIN_COUNT if is_lone else SHARED_SPIN_COUNT)
     listener = bind(settings)
     lost: list[str] = []
 
@@ -144,6 +146,8 @@ def check(settings: ServerSettings) -> None:
         folder = found.weights if spec.weights == "shipped" else Path(spec.weights)
         if folder is None or not folder.is_dir():
             raise CheckpointError(f"weights: {folder} is no folder")
+    if spec.engine.device == "cpu":  # else it is for the worker to say, which finds the GPUs
+        place_world(spec, gpu_count=0)
     if settings.record is not None:
         Path(settings.record).mkdir(parents=True, exist_ok=True)
         check_writable(Path(settings.record), "record")

@@ -77,8 +77,10 @@ class ServerSettings(BaseSettings):
     """Order of fused projections in weights of the original layout."""
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share each world: a GPU of its own for each, or all of them on the CPU."""
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Threads of the model on a CPU; by default torch's choice, one a core."""
+    """Threads of a world on a CPU, of all its ranks; by default torch's choice, one a core."""
     scene: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,64}$")] = "meadow-forest"
     """What a session begins with that names nothing."""
 

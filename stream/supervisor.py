@@ -110,9 +110,10 @@ class WorkerHandle:
         """Set while the worker is ready."""
         self.restart_count = 0
         self.device_bytes = 0
-        """Memory on the GPU, as the worker told last."""
+        """Memory on its GPUs, as the worker told last."""
         self.graphs: tuple[GraphUse, ...] = ()
         """What recording made of the worker's passes, as it told last."""
+        self._follower_pids: tuple[int, ...] = ()
         self._open_source = open_source
         self._limits = limits or WatchdogLimits()
         self._reports: asyncio.Queue[Report | None] = asyncio.Queue()
@@ -144,6 +145,11 @@ class WorkerHandle:
     def pid(self) -> int | None:
         """Process id, while there is a process."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the worker and of its followers, as it told last."""
+        return () if self.pid is None else (self.pid, *self._follower_pids)
 
     async def start(self) -> None:
         """Start the process and return; progress comes as reports."""
@@ -251,6 +257,7 @@ class WorkerHandle:
         self._heard_s = time.monotonic()
         if isinstance(report, Heartbeat):
             self.device_bytes = report.device_bytes
+            self._follower_pids = report.follower_pids
             # Between two worlds the parts are still there, and go on counting.
             self.graphs = report.graphs or self.graphs
         elif isinstance(report, FrameReady):
@@ -340,7 +347,7 @@ class WorkerHandle:
             return
         self._disconnect()
         was_loading, self.info = self.info is None, None
-        self.device_bytes, self.graphs = 0, ()
+        self.device_bytes, self.graphs, self._follower_pids = 0, (), ()
         if self._is_closed:
             return
         self._report_ended()

@@ -87,6 +87,11 @@ def run_worker(
     finally:
         mailbox.close()
         ring.close()
+    if config.world.rank_count > 1:
+        from engine.ranks import end_at_once
+
+        # What still refers to an exchange would be taken down while its threads run.
+        end_at_once(0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,7 +124,7 @@ class Worker:
         self._inbox = CommandInbox(connection, ring)
         self._news = WorkerNews(lambda report: self._report(report))
         self._worlds = Worlds(config.world, open_source, self._news)
-        self._pulse = Pulse(connection, self._worlds.device_bytes, self._worlds.graphs)
+        self._pulse = Pulse(connection, self._worlds)
         self._report = self._pulse.report
         self._is_done = threading.Event()
         self._live: _Live | None = None
@@ -205,6 +210,7 @@ class Worker:
                 attention=", ".join(
                     f"{group} {name}" for group, name in world.attention_names.items()
                 ),
+                rank_count=spec.rank_count,
             )
         )
 

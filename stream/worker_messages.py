@@ -170,6 +170,8 @@ class Ready:
     """Scheme of the linears; empty without a model."""
     attention: str
     """Backends by group of rows; empty without a model."""
+    rank_count: int = 1
+    """Processes that share the world, the worker's own among them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,9 +293,11 @@ class Heartbeat:
     """How long the model has been at work since its last frame; 0 between chunks and while the ring
     is full."""
     device_bytes: int
-    """Memory that it holds on its GPU; 0 without one."""
+    """Memory that it and its followers hold on their GPUs; 0 without any."""
     graphs: tuple[GraphUse, ...]
     """Of the parts whose passes are recorded; empty between two worlds."""
+    follower_pids: tuple[int, ...] = ()
+    """Processes that share its worlds."""
 
 
 Report = (

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
-from stream.worker_messages import GraphUse, Heartbeat, Report
+from stream.worker_messages import Heartbeat, Report
+from stream.world_source import Worlds
 
 HEARTBEAT_S = 1.0
 
@@ -22,17 +23,12 @@ class Pulse:
 
     Args:
         connection: the worker's end of the pipe.
-        device_bytes: memory that it holds on its GPU.
-        graphs: what recording made of its passes.
+        worlds: asked each time for the memory that they hold, for what recording made of their
+            passes, and for the processes that share them.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        device_bytes: Callable[[], int],
-        graphs: Callable[[], tuple[GraphUse, ...]],
-    ) -> None:
-        self._device_bytes, self._graphs = device_bytes, graphs
+    def __init__(self, connection: Connection, worlds: Worlds) -> None:
+        self._worlds = worlds
         self._connection = connection
         self._send_lock = threading.Lock()
         self._is_done = threading.Event()
@@ -76,7 +72,11 @@ class Pulse:
         while not self._is_done.wait(HEARTBEAT_S):
             since_s = self._busy_since_s
             busy_s = 0.0 if since_s is None else time.monotonic() - since_s
-            beat = Heartbeat(
-                busy_ms=busy_s * 1000.0, device_bytes=self._device_bytes(), graphs=self._graphs()
+            self.report(
+                Heartbeat(
+                    busy_ms=busy_s * 1000.0,
+                    device_bytes=self._worlds.device_bytes(),
+                    graphs=self._worlds.graphs(),
+                    follower_pids=self._worlds.follower_pids(),
+                )
             )
-            self.report(beat)

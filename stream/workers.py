@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from stream.memory import MemoryUse
@@ -64,9 +65,11 @@ class Workers:
             on_free: a seat may be given away.
             on_lost: a worker cannot run at all; with the reason, for the log.
         """
-        for _ in range(self._settings.max_sessions):
+        for seat_index in range(self._settings.max_sessions):
             worker = WorkerHandle(
-                self._config(records), open_source=self._open_source, limits=self._limits
+                self._config(records, seat_index),
+                open_source=self._open_source,
+                limits=self._limits,
             )
             seat = Seat(worker, on_ready=on_ready, on_free=on_free, on_lost=on_lost)
             self.seats.append(seat)
@@ -111,8 +114,8 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Processes that run now."""
-        return [seat.worker.pid for seat in self.seats if seat.worker.pid is not None]
+        """Processes that run now, with those that share a world."""
+        return [pid for seat in self.seats for pid in seat.worker.pids]
 
     @property
     def device_bytes(self) -> int:
@@ -139,10 +142,10 @@ class Workers:
         for seat in self.free_seats:
             seat.worker.recycle(reason)
 
-    def _config(self, records: Path) -> WorkerConfig:
+    def _config(self, records: Path, seat_index: int) -> WorkerConfig:
         settings = self._settings
         return WorkerConfig(
-            world=self._spec,
+            world=replace(self._spec, seat=seat_index),
             trace_folder=records,
             warm_up_scene=settings.scene,
             fps=FPS,
@@ -175,6 +178,7 @@ def spec_of(settings: ServerSettings) -> WorldSpec:
         compiling=settings.compile,
         is_long_lived=True,
         world_count=settings.max_sessions,
+        rank_count=settings.ranks,
         prompts=prompt_options(
             encoder=settings.prompt_encoder,
             residency=settings.prompt_residency,

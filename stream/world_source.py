@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from stream.jobs import check_prompt
 from stream.load_news import LoadNews
 from stream.worker_messages import GraphUse, StartFrom
+from stream.world_place import place_world
 from stream.world_spec import Start, WorldSpec, read_start
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from graphs.runner import GraphRunner
+    from stream.followers import Followers
     from stream.session import World
 
 
@@ -28,29 +30,63 @@ class WorldSource(Protocol):
     def open(self, start: Start) -> World:
         """Open a world at a first picture."""
 
+    @property
+    def followers(self) -> FollowerUse:
+        """What the other processes take that share these worlds."""
+
     def close(self) -> None:
         """Free what is loaded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowerUse:
+    """Processes that share the worlds of a worker, itself left out."""
+
+    pids: tuple[int, ...] = ()
+    device_bytes: int = 0
+    """On GPUs."""
 
 
 OpenSource = Callable[[WorldSpec, LoadNews], WorldSource]
 
 
 class LoadedWorlds:
-    """Worlds of one spec, from their weights."""
+    """Worlds of one spec, from their weights, on the devices of its seat.
+
+    Raises: ConfigError, DeviceError where the devices do not suffice, before anything is loaded.
+    """
 
     def __init__(self, spec: WorldSpec, news: LoadNews) -> None:
+        from engine.device import gpu_count
+        from engine.ranks import Ranks
         from stream.worlds import ModelCache
 
+        devices = place_world(spec, gpu_count())
+        self._followers: Followers | None = None
+        if len(devices) > 1:
+            from stream.followers import Followers
+
+            self._followers = Followers(devices)
+        ranks = Ranks(own_device=devices[0]) if self._followers is None else self._followers.ranks
         self._spec = spec
-        self._models = ModelCache(news, is_played=True)
+        self._models = ModelCache(news, ranks, followers=self._followers, is_played=True)
 
     def open(self, start: Start) -> World:
         """Open a world; the first call loads the weights."""
         return self._models.world(self._spec, start)
 
+    @property
+    def followers(self) -> FollowerUse:
+        """What they take, if there are any."""
+        if self._followers is None:
+            return FollowerUse()
+        return FollowerUse(pids=self._followers.pids, device_bytes=self._followers.device_bytes)
+
     def close(self) -> None:
         """Free the weights."""
         self._models.close()
+        if self._followers is not None:
+            self._followers.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,13 +147,17 @@ class Worlds:
         self._open = None
 
     def device_bytes(self) -> int:
-        """Memory that is held on the device of the open world; from any thread."""
-        opened = self._open
-        if opened is None:  # torch may not be loaded yet: nothing to wait for here
+        """Memory that is held on the devices of the open world; from any thread."""
+        opened, source = self._open, self._source
+        if opened is None or source is None:  # torch may not be there yet: nothing to wait for here
             return 0
         from engine.device import held_bytes
 
-        return held_bytes(opened.world.device)
+        return held_bytes(opened.world.device) + source.followers.device_bytes
+
+    def follower_pids(self) -> tuple[int, ...]:
+        """Processes that share the worlds; from any thread."""
+        return () if self._source is None else self._source.followers.pids
 
     def graphs(self) -> tuple[GraphUse, ...]:
         """What recording made of the passes of the open world's parts; from any thread."""

@@ -34,7 +34,11 @@ class WorldSpec:
     decoder: str = "auto"
     """Mode of the decoder, which also chooses among several; "auto": the best that is there."""
     world_count: int = 1
-    """Worlds at a time, each in a process with weights of its own, which share a device."""
+    """Worlds at a time, each with weights of its own."""
+    rank_count: int = 1
+    """Processes that share a world; on CUDA each has a GPU of its own."""
+    seat: int = 0
+    """Which of the worlds this one is."""
 
     @property
     def decoder_mode(self) -> str | None:
@@ -70,6 +74,7 @@ def world_spec(
     compiling: str = "auto",
     is_long_lived: bool = False,
     world_count: int = 1,
+    rank_count: int = 1,
     lora: str | None = None,
     lora_mode: str = "auto",
     qkv_layout: str = "auto",
@@ -96,6 +101,8 @@ def world_spec(
         raise ConfigError(f"lora: {lora!r} is not there; allowed: a file, or a folder of training")
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigError(f"dtype: {dtype!r}; allowed: auto, float32, bfloat16")
+    if rank_count > 1:
+        _check_ranks(rank_count, found.model.num_attention_heads, renderer=renderer, device=device)
     return WorldSpec(
         source="renderer" if renderer else "model",
         preset=preset_name,
@@ -119,7 +126,18 @@ def world_spec(
         ),
         decoder=decoder,
         world_count=world_count,
+        rank_count=rank_count,
     )
+
+
+def _check_ranks(ranks: int, heads: int, *, renderer: bool, device: str) -> None:
+    if renderer:
+        raise ConfigError(f"ranks: {ranks} with renderer; allowed: 1, as there is nothing to share")
+    if heads % ranks:
+        allowed = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
+        raise ConfigError(f"ranks: {ranks} for a model of {heads} heads; allowed: {allowed}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device: {device!r} with ranks {ranks}; allowed: auto, cpu, cuda")
 
 
 def prompt_options(

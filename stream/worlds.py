@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.config import preset
-from engine.device import present_memory, resolve_device
+from engine.device import gpu_count, present_memory, resolve_device
 from engine.errors import CheckpointError, StateError
 from engine.ranks import Ranks
 from stream.decode_lane import DecodeLane
@@ -26,6 +26,7 @@ from stream.session import ModelWorld, World
 from stream.weight_checks import check_codec
 from stream.weight_folder import Role, WeightFolder, look_through
 from stream.weight_sources import sources_of
+from stream.world_place import neighbour_count
 from stream.world_spec import Start, WorldSpec
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
     from engine.config import Geometry
     from engine.engine import Engine
-    from engine.memory import MemoryPlan
+    from engine.memory import MemoryPlan, Present
+    from stream.followers import Followers
     from vae_stream.decoder import StreamingDecoder
     from vae_stream.encoder import ImageEncoder
 
@@ -68,6 +70,7 @@ class ModelCache:
         is_played: worlds are for play: without a decoder, or with one whose pictures wait for the
             next chunk, nothing is loaded.
         ranks: who shares the rollouts; by default this process has them to itself.
+        followers: the other ranks, where this process leads them; they load once.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class ModelCache:
         news: LoadNews | None = None,
         ranks: Ranks | None = None,
         *,
+        followers: Followers | None = None,
         is_played: bool = False,
     ) -> None:
         self._news = news or LoadNews()
+        self._followers = followers
         self._is_played = is_played
         self.ranks = ranks or Ranks()
         self._spec: WorldSpec | None = None
@@ -127,7 +132,9 @@ class ModelCache:
         if self._models is not None and spec == self._spec:
             return self._models
         self.close()
-        self._models = load_models(spec, self._news, self.ranks, is_played=self._is_played)
+        self._models = load_models(
+            spec, self._news, self.ranks, followers=self._followers, is_played=self._is_played
+        )
         self._spec = spec
         return self._models
 
@@ -143,6 +150,7 @@ def load_models(
     news: LoadNews | None = None,
     ranks: Ranks | None = None,
     *,
+    followers: Followers | None = None,
     is_played: bool = False,
 ) -> Models:
     """Load engine, picture encoder and decoder, once their files are whole and memory suffices.
@@ -154,6 +162,7 @@ def load_models(
         spec: which world; its device is that of the rank.
         news: hears of the loading.
         ranks: who shares the rollouts; each has all weights.
+        followers: the other ranks, where they do not come here by themselves.
         is_played: see `ModelCache`.
 
     Raises:
@@ -163,6 +172,8 @@ def load_models(
         DeviceError: the device or its memory does not suffice.
     """
     from engine.engine import Engine
+    from engine.following import LeadingEngine
+    from engine.loading import EngineSource
 
     news = news or LoadNews()
     found = preset(spec.preset, spec.geometry)
@@ -177,11 +188,9 @@ def load_models(
     ranks = ranks or Ranks()
     ranks.require_alike(spec.engine.dtype)
     device = resolve_device(ranks.device(spec.engine.device))
+    present = _present(spec, device, ranks.count)
     asked_for = dataclasses.replace(spec.engine, device=str(device))
     spec = dataclasses.replace(spec, engine=asked_for)
-    # On a CPU the ranks are all on this machine.
-    neighbours = ranks.count if device.type == "cpu" else 1
-    present = present_memory(device, shared_by=spec.world_count * neighbours)
     planned = plan_world(spec, folder, present, world_size=ranks.count)
     exchange = ranks.exchange(planned.model.num_attention_heads)
     if planned.model.geometry != spec.geometry:
@@ -195,24 +204,29 @@ def load_models(
             if source.role == Role.ADAPTER:
                 _log.warning("adapter_missing weights=%s: %s", folder.path, source.without)
     news.planned(planned.plan, present)
+    engine_source = EngineSource(
+        weights=None if folder is None else folder.need(Role.TRANSFORMER),
+        model=planned.model,
+        config=planned.engine,
+        geometries=found.geometries,
+    )
+    if followers is not None:
+        followers.load(engine_source)
     with news.stage("transformer"):
-        if folder is None:
-            engine = Engine.from_random(
-                planned.model, planned.engine, geometries=found.geometries, exchange=exchange
-            )
-        else:
-            engine = Engine.from_pretrained(
-                folder.need(Role.TRANSFORMER),
-                planned.engine,
-                model_config=planned.model,
-                exchange=exchange,
-                on_progress=news.read,
-            )
+        parts = engine_source.parts(world_size=ranks.count, on_progress=news.read)
+        engine = (
+            Engine(parts, exchange=exchange)
+            if followers is None
+            else LeadingEngine(parts, exchange=exchange, followers=followers)
+        )
     try:
         with news.stage("decoder"):
             decoder = _decoder(folder, spec, engine)
         with news.stage("picture encoder"):
             encoder = _encoder(folder, spec, engine)
+        if followers is not None:
+            with news.stage("other ranks"):
+                followers.wait_loaded()
     except BaseException:
         engine.close()
         raise
@@ -222,6 +236,18 @@ def load_models(
         decoder=decoder,
         lane=DecodeLane(engine.device),
         plan=planned.plan,
+    )
+
+
+def _present(spec: WorldSpec, device: torch.device, rank_count: int) -> Present:
+    """Memory that is free for one rank, where those of all worlds will want as much."""
+    everywhere = spec.world_count * rank_count
+    if device.type == "cpu":
+        return present_memory(device, shared_by=everywhere)
+    return present_memory(
+        device,
+        shared_by=1 + neighbour_count(spec, str(device), gpu_count()),
+        machine_shared_by=everywhere,
     )
 
 

@@ -29,7 +29,7 @@ from stream.load_news import LoadNews
 from stream.serve import LiveServer, uvicorn_config
 from stream.settings import load_settings
 from stream.supervisor import WatchdogLimits
-from stream.world_source import OpenSource
+from stream.world_source import FollowerUse, OpenSource
 from stream.world_spec import Start, WorldSpec
 from stream.ws_video import HEADER
 from tests.stream.painted_worlds import PaintedWorld
@@ -66,6 +66,10 @@ class WidePaintedWorlds:
 
     def open(self, start: Start) -> WidePaintedWorld:
         return self._world
+
+    @property
+    def followers(self) -> FollowerUse:
+        return FollowerUse()
 
     def close(self) -> None:
         pass

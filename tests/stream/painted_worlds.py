@@ -26,6 +26,7 @@ from graphs.runner import GraphRunner
 from stream.load_news import LoadNews
 from stream.session import WorldSpeed, WorldState
 from stream.trace import Digest
+from stream.world_source import FollowerUse
 from stream.world_spec import Start, WorldSpec
 from vae_stream.decoder import FrameChunk
 
@@ -175,6 +176,10 @@ class PaintedWorlds:
 
     def open(self, start: Start) -> PaintedWorld:
         return self._world
+
+    @property
+    def followers(self) -> FollowerUse:
+        return FollowerUse()
 
     def close(self) -> None:
         pass

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[2]
 
 
-def _by_ranks(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def by_ranks(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     return subprocess.run(
         [*command, "2", "-m", "stream.cli", *options],
@@ -44,7 +45,7 @@ def made(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     pixels = np.random.default_rng(0).integers(0, 255, (64, 96, 3), np.uint8)
     Image.fromarray(pixels).save(folder / "seed.png")
     options = ["--image", "seed.png", "--actions", "w*17 left*17", "--out", "a.mp4"]
-    return folder, _by_ranks(folder, "generate", *options, *TINY)
+    return folder, by_ranks(folder, "generate", *options, *TINY)
 
 
 def test_ranks_make_one_video_that_the_first_one_writes(made):
@@ -62,7 +63,7 @@ def test_ranks_make_one_video_that_the_first_one_writes(made):
 
 def test_as_many_ranks_make_it_again(made):
     folder, _ = made
-    result = _by_ranks(folder, "replay", "a.trace.jsonl")
+    result = by_ranks(folder, "replay", "a.trace.jsonl")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("same as recorded: 2 of 2 chunks") == 1
 

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +76,24 @@ def test_the_large_model_is_served_like_the_small_one() -> None:
     check(load_settings(preset="h3_33b", weights="random", size="832x480", device="cuda"))
     with pytest.raises(ConfigError, match="no weights ship with h3_33b; allowed: random"):
         check(load_settings(preset="h3_33b"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ranks": 4}, "ranks: 4 for a model of 6 heads; allowed: 1, 2, 3, 6"),
+        ({"ranks": 2, "renderer": True}, "ranks: 2 with renderer; allowed: 1"),
+        ({"ranks": 2, "device": "cuda:1"}, "device: 'cuda:1' with ranks 2; allowed: auto, cpu"),
+        ({"ranks": 2, "device": "cpu"}, "dtype: 'auto' with ranks 2 on a CPU; allowed: float32"),
+    ],
+)
+def test_ranks_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(load_settings(**given))
+
+
+def test_ranks_of_the_large_model_are_for_the_worker_to_place() -> None:
+    check(load_settings(preset="h3_33b", weights="random", ranks=8, max_sessions=2))
 
 
 def test_other_machines_need_tls_or_a_proxy_that_has_it() -> None:

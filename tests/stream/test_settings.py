@@ -63,6 +63,8 @@ def test_attention_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("ice_server", "turn:host:3478"),
         ("media_hosts", "eth0"),
         ("max_sessions", "0"),
+        ("ranks", "0"),
+        ("ranks", "two"),
         ("attention", "spars"),
         ("sparse_tau", "9"),
         ("sparse_tau", "nan"),
