@@ -13,7 +13,8 @@ import dataclasses
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -26,7 +27,6 @@ from miniworld.evaluation import endurance, quality
 from miniworld.evaluation.figures import Report
 from miniworld.evaluation.models import Models, load
 from miniworld.evaluation.quality import SHORT, Settings
-from vae_stream.vit import exact_convolutions
 
 Item = Callable[[Models, Settings, Report], None]
 ITEMS: dict[str, Item] = {
@@ -68,7 +68,7 @@ def evaluate(
     report = Report(environment=describe(models, settings, commit=commit))
     for name, measure in measures.items():
         started_s = time.perf_counter()
-        with exact_convolutions():
+        with _exact_convolutions():
             measure(models, settings, report)
         report.seconds[name] = round(time.perf_counter() - started_s, 2)
         log(f"{name}: {report.seconds[name]:.1f} s")
@@ -77,6 +77,17 @@ def evaluate(
             part.write_text(report.to_json(), encoding="utf-8")
             part.replace(json_path)
     return report
+
+
+@contextmanager
+def _exact_convolutions() -> Iterator[None]:
+    """Let convolutions of this process, which does nothing else, multiply in fp32 on a GPU."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def describe(models: Models, settings: Settings, *, commit: str | None = None) -> dict[str, Any]:

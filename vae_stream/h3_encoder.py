@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vae_stream.convolutions import exact_convolutions
 from vae_stream.geometry import SPATIAL_RATIO
 from vae_stream.pixels import to_imagenet
 from vae_stream.tiling import Tiling, plan_tiles
-from vae_stream.vit import H3_LATENTS_MEAN, H3_LATENTS_STD, exact_convolutions
+from vae_stream.vit import H3_LATENTS_MEAN, H3_LATENTS_STD
 from vae_stream.vit_weights import ENCODER_PARTS, latent_statistics, read_settings
 from vae_stream.weight_files import WeightFiles
 

@@ -10,8 +10,7 @@ Legend: T frames, C channels, H height, W width.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +21,7 @@ from torch import Tensor
 from graphs.buffers import StaticBuffers
 from graphs.key import GraphKey, Phase
 from graphs.runner import GraphRunner
+from vae_stream.convolutions import convolutions_by_rule
 from vae_stream.decoder import (
     DecoderSnapshot,
     DecoderState,
@@ -199,7 +199,7 @@ class TinyDecoder:
         memories = {name: buffers[name] for name in buffers.names if name != _LATENT}
 
         def call() -> Tensor:
-            with _convolutions_by_rule():
+            with convolutions_by_rule(self._network.device):
                 raw_TCHW, after = self._network.step(
                     buffers[_LATENT], memories, last_frame_only=last_frame_only
                 )
@@ -236,14 +236,3 @@ class TinyDecoder:
 def _buffers(network: TinyNetwork, latent_shape: tuple[int, int, int, int]) -> StaticBuffers:
     latent_BCHW = torch.zeros(latent_shape, device=network.device)
     return StaticBuffers({_LATENT: latent_BCHW, **network.empty_memories(*latent_shape[2:])})
-
-
-@contextmanager
-def _convolutions_by_rule() -> Iterator[None]:
-    """Let cuDNN choose by its rules alone: measuring, it could choose otherwise when recorded."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

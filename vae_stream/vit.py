@@ -16,14 +16,13 @@ frames, H height, W width, R rows (tokens), D model width, N heads, K head width
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vae_stream.convolutions import exact_convolutions
 from vae_stream.geometry import RAW_FRAMES, SPATIAL_RATIO
 
 _COLOURS = 3
@@ -233,18 +232,6 @@ def check_window(latents_BCTHW: Tensor) -> None:
             f"latents_BCTHW: {latents_BCTHW.shape[2]} latents in the window; allowed: 2 or more "
             "(repeat the last one)"
         )
-
-
-@contextmanager
-def exact_convolutions() -> Iterator[None]:
-    """Let convolutions multiply in fp32: torch lets a GPU round what they read to 10 bits."""
-    with torch.backends.cudnn.flags(
-        enabled=torch.backends.cudnn.enabled,
-        benchmark=torch.backends.cudnn.benchmark,
-        deterministic=torch.backends.cudnn.deterministic,
-        allow_tf32=False,
-    ):
-        yield
 
 
 def rotate(x_BRNK: Tensor, cos_R1A: Tensor, sin_R1A: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from graphs.runner import GraphRunner, RunnerLimits
 from tests.graphs.tape import TapeCapture
+from tests.vae_stream.convolutions_seen import ConvolutionsSeen
 from tests.vae_stream.streams import assert_equal, decode
-from vae_stream import TinyDecoder, TinyVae, TinyVaeConfig
+from vae_stream import TinyDecoder, TinyVae, TinyVaeConfig, tiny_decoder
+from vae_stream.convolutions import convolutions_by_rule
 from vae_stream.recorded import decode_runner
 from vae_stream.taeh3 import Taeh3, Taeh3Config
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.cpu
 
 SIZE = {"height_px": 32, "width_px": 48}
 SHAPE = (1, 24, 2, 3)
+CUDA = torch.device("cuda")
 
 
 @pytest.fixture(scope="module", params=["tiny", "taeh3"])
@@ -141,20 +144,20 @@ def test_a_device_that_cannot_record_says_so_once_and_decodes(
 
 
 def test_a_call_is_recorded_with_the_convolutions_that_it_was_warmed_up_with(
-    recorded: TinyDecoder, network: TinyVae | Taeh3, monkeypatch: pytest.MonkeyPatch
+    plain: TinyDecoder, recorded: TinyDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    seen, step = [], network.step
+    monkeypatch.setattr(
+        tiny_decoder, "convolutions_by_rule", lambda device: convolutions_by_rule(CUDA)
+    )
+    z = latents(6)
+    with ConvolutionsSeen() as seen:
+        found = decode(recorded, z)
 
-    def watched(*args: object, **kwargs: object) -> object:
-        seen.append(torch.backends.cudnn.benchmark)
-        return step(*args, **kwargs)
-
-    monkeypatch.setattr(network, "step", watched)
-    decode(recorded, latents(6))
-
-    assert seen == [False] * 4
-    assert torch.backends.cudnn.benchmark
+    assert_equal(found, decode(plain, z))
+    assert seen.calls
+    assert all(call.told is not None and not call.told["benchmark"] for call in seen.calls)
+    assert all(call.switches["benchmark"] for call in seen.calls)
 
 
 def test_closing_gives_recordings_up(recorded: TinyDecoder, tape: TapeCapture) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.vae_stream.convolutions_seen import ConvolutionsSeen
 from tests.vae_stream.h3_tiny import random_vit
 from vae_stream.vit import Vit, VitConfig, window_rotary
 
@@ -26,18 +26,12 @@ def test_a_window_of_one_latent_is_refused() -> None:
 
 def test_a_window_begins_with_exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    seen: list[bool] = []
+    with ConvolutionsSeen() as seen:
+        random_vit()(torch.zeros(1, 24, 2, 2, 2))
 
-    def begin(vit: Vit, latents_BCTHW: Tensor) -> Tensor:
-        seen.append(torch.backends.cudnn.allow_tf32)
-        return made(vit, latents_BCTHW)
-
-    made = Vit.begin
-    monkeypatch.setattr(Vit, "begin", begin)
-    random_vit()(torch.zeros(1, 24, 2, 2, 2))
-
-    assert seen == [False]
-    assert torch.backends.cudnn.allow_tf32
+    (call,) = seen.calls
+    assert call.told is not None
+    assert not call.told["allow_tf32"]
 
 
 def test_tiles_of_a_batch_do_not_see_each_other() -> None:

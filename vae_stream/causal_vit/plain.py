@@ -23,8 +23,9 @@ from vae_stream.causal_vit.places import (
     plan_windows,
 )
 from vae_stream.causal_vit.state import CausalVitState
+from vae_stream.convolutions import exact_convolutions
 from vae_stream.pixels import from_imagenet, to_uint8
-from vae_stream.vit import Block, Vit, exact_convolutions, rotate
+from vae_stream.vit import Block, Vit, rotate
 
 
 class PlainCalls:
