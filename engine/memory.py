@@ -99,6 +99,8 @@ class MemoryPlan:
     parts: tuple[MemoryPart, ...]
     beside_index: int = 0
     """Which of the alternatives beside the engine was taken."""
+    rank_count: int = 1
+    """Ranks that share a world, of which the plan is that of the first."""
     linear_reason: str = ""
     """Why the linears are none of those wanted more; empty where there are none."""
 
@@ -222,6 +224,7 @@ def _plans(
                         *others(model.geometry),
                     ),
                     beside_index=index,
+                    rank_count=world_size,
                 )
 
 

@@ -140,7 +140,7 @@ class Replay:
         from engine.ranks import joined_ranks
         from stream.worlds import ModelCache
 
-        with joined_ranks(trace.header.device, _tell_failure) as ranks:
+        with joined_ranks(ready.world.engine.device, _tell_failure) as ranks:
             result = replay(ready, ModelCache(_news(ranks), ranks))
             if not ranks.is_first:
                 return EXIT_OK if result.first_difference is None else EXIT_FAILURE
@@ -279,6 +279,8 @@ class Doctor:
     """Picture size to plan memory for, such as 832x480; by default those that the preset knows."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
+    ranks: int = 1
+    """GPUs that would share each world."""
     host: Text = None
     """Address that the service would listen on."""
     port: Number = None
@@ -294,7 +296,9 @@ class Doctor:
         """Look, print, and return 0 where the preset can be served."""
         from stream.settings import load_settings
 
-        settings = load_settings(host=self.host, port=self.port, udp_ports=self.udp_ports)
+        settings = load_settings(
+            host=self.host, port=self.port, udp_ports=self.udp_ports, ranks=self.ranks
+        )
         from stream.doctor import Question, examine
 
         report = examine(
@@ -306,6 +310,7 @@ class Doctor:
                 device=self.device,
                 decoder=self.decoder,
                 prompt_encoder=self.prompt_encoder,
+                ranks=settings.ranks,
             ),
             settings,
         )

@@ -27,6 +27,7 @@ from stream.doctor_machine import (
     codec_findings,
     device_findings,
     network_findings,
+    rank_findings,
     version_findings,
 )
 from stream.findings import Finding, Health, findings_of
@@ -35,7 +36,7 @@ from stream.settings import ServerSettings
 from stream.weight_checks import describe_network, describe_prompt_encoder
 from stream.weight_folder import Role, WeightFolder, look_through
 from stream.weight_sources import LICENCE_NOTE, sources_of
-from stream.world_spec import WorldSpec
+from stream.world_spec import WorldSpec, check_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +101,13 @@ class Question:
     """Mode of the decoder, as of `serve`."""
     prompt_encoder: str | None = None
     """Folder of the prompt encoder, where it does not lie with the weights."""
+    ranks: int = 1
+    """Processes that share each world."""
 
     def __post_init__(self) -> None:
+        if self.ranks > 1:
+            heads = preset(self.preset).model.num_attention_heads
+            check_ranks(self.ranks, heads, device=self.device)
         sizes = [size_name(each) for each in preset(self.preset).geometries]
         if self.size is not None and self.size not in sizes:
             raise ConfigError(f"size: {self.size!r}; allowed for {self.preset}: {', '.join(sizes)}")
@@ -116,6 +122,7 @@ class Question:
                 geometry=each,
                 weights=self.weights or ("random" if self.preset == "tiny" else "shipped"),
                 decoder=self.decoder,
+                rank_count=self.ranks,
                 engine=EngineConfig(
                     device=self.device,
                     lora=self.lora,
@@ -143,6 +150,7 @@ def examine(question: Question, settings: ServerSettings) -> Report:
     except DeviceError:  # said above
         device = torch.device("cpu")
         specs = tuple(replace(each, engine=replace(each.engine, device="cpu")) for each in specs)
+    findings += rank_findings(spec)
     findings += backend_findings(device, found.model)
     try:
         folder = _folder(spec)
@@ -268,7 +276,7 @@ def _folder(spec: WorldSpec) -> WeightFolder | None:
 
 def _planned(spec: WorldSpec, folder: WeightFolder | None, present: Present) -> PlannedSize:
     try:
-        plan = plan_world(spec, folder, present).plan
+        plan = plan_world(spec, folder, present, world_size=spec.rank_count).plan
     except WorldStreamError as error:
         return PlannedSize(geometry=spec.geometry, plan=None, reason=str(error))
     return PlannedSize(geometry=spec.geometry, plan=plan, reason="")

@@ -9,6 +9,7 @@ import importlib.util
 import platform
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -17,10 +18,19 @@ from benchmarks.record import describe_machine
 from engine.attention.base import AttentionNeed, backends
 from engine.attention.sparse import sparse_refusal
 from engine.config import ModelConfig, TextConfig
-from engine.device import blocks_refusal, likely_dtype, present_memory, resolve_device, torch_dtype
+from engine.device import (
+    blocks_refusal,
+    gpu_count,
+    likely_dtype,
+    present_memory,
+    resolve_device,
+    torch_dtype,
+)
 from engine.errors import DeviceError
 from stream.findings import Finding, Health, findings_of
 from stream.settings import ServerSettings
+from stream.world_place import place_world
+from stream.world_spec import WorldSpec
 
 _GIB = 2**30
 _PACKAGES = (
@@ -80,6 +90,21 @@ def device_findings(name: str) -> Iterator[Finding]:
         yield make("chosen", Health.OK, f"{name}: {resolve_device(name)}")
     except DeviceError as error:
         yield make("chosen", Health.MISSING, str(error))
+
+
+def rank_findings(spec: WorldSpec) -> Iterator[Finding]:
+    """Where the ranks of a world would be, if there are several."""
+    if spec.rank_count == 1:
+        return
+    make = findings_of("device")
+    try:
+        # On a CPU serve needs a dtype by name as well; here the devices are the question.
+        engine = replace(spec.engine, dtype="bfloat16")
+        places = place_world(replace(spec, engine=engine), gpu_count())
+    except DeviceError as error:
+        yield make("ranks", Health.MISSING, str(error))
+        return
+    yield make("ranks", Health.OK, ", ".join(places))
 
 
 def backend_findings(device: torch.device, model: ModelConfig) -> Iterator[Finding]:

@@ -61,7 +61,7 @@ class ByWorker(Collector):
             ready = worker.info
             if ready is not None:
                 info.add_metric((f"{number}",), {
-                    "device": ready.device, "dtype": ready.dtype,
+                    "device": ready.device, "ranks": f"{ready.rank_count}", "dtype": ready.dtype,
                     "linear": PurePath(ready.linear).name, "attention": ready.attention,
                 })  # fmt: skip
             for use in worker.graphs:

@@ -19,13 +19,14 @@ def plan_table(plan: MemoryPlan, present: Present) -> Table:
     """One row a part; GiB while weights are read, while a world is played, of the machine."""
     size, fits = plan.geometry, plan.fits(present)
     modulation = ", modulation weights given up" if plan.free_adaln else ""
+    ranks = f"; first of {plan.rank_count} ranks" if plan.rank_count > 1 else ""
     host = (
         f", {plan.host_gib:.1f} of {present.host_gib:.1f} of the machine" if plan.host_gib else ""
     )
     why = f"\nlinears {plan.linear_words}" if plan.linear_reason else ""
     table = Table(
         title=f"Memory at {size.width_px}x{size.height_px}: {plan.dtype}, linears {plan.linear}"
-        f"{modulation}",
+        f"{modulation}{ranks}",
         caption=f"{'fits' if fits else 'DOES NOT FIT'}: {plan.peak_gib:.1f} of "
         f"{present.device_gib:.1f} GiB that are free{host}{why}",
     )

@@ -79,7 +79,8 @@ def plan_replay(
         size=f"{header.width_px}x{header.height_px}",
         weights=header.weights,
         renderer=header.source == "renderer",
-        device=header.device,
+        # Which of several equal GPUs it was says nothing of the bits.
+        device=header.device.partition(":")[0],
         dtype=header.dtype,
         prompts=prompts,
         lora=lora,

@@ -164,7 +164,8 @@ class Worker:
 
     def _warm_up(self) -> None:
         """Load, and fill a window once, so that the first visitor waits for neither."""
-        self._news.tell("loading the model", 0.0)
+        ranks = self._config.world.rank_count
+        self._news.tell(f"loading the model{f', {ranks} ranks' if ranks > 1 else ''}", 0.0)
         if self._config.thread_count is not None:
             import torch
 

@@ -34,8 +34,8 @@ def place_world(spec: WorldSpec, gpu_count: int) -> tuple[str, ...]:
     needed = ranks * spec.world_count
     if needed > gpu_count:
         raise DeviceError(
-            f"ranks: {ranks} for each of {spec.world_count} worlds need {needed} GPUs; this "
-            f"machine has {gpu_count}"
+            f"ranks: {ranks} with max_sessions {spec.world_count} take {needed} GPUs; this machine "
+            f"has {gpu_count}"
         )
     first = spec.seat * ranks
     return tuple(f"cuda:{index}" for index in range(first, first + ranks))

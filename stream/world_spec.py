@@ -102,7 +102,7 @@ def world_spec(
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigError(f"dtype: {dtype!r}; allowed: auto, float32, bfloat16")
     if rank_count > 1:
-        _check_ranks(rank_count, found.model.num_attention_heads, renderer=renderer, device=device)
+        check_ranks(rank_count, found.model.num_attention_heads, renderer=renderer, device=device)
     return WorldSpec(
         source="renderer" if renderer else "model",
         preset=preset_name,
@@ -130,7 +130,12 @@ def world_spec(
     )
 
 
-def _check_ranks(ranks: int, heads: int, *, renderer: bool, device: str) -> None:
+def check_ranks(ranks: int, heads: int, *, device: str, renderer: bool = False) -> None:
+    """Refuse ranks that cannot share a world.
+
+    Raises:
+        ConfigError: names the option, its value and what is allowed.
+    """
     if renderer:
         raise ConfigError(f"ranks: {ranks} with renderer; allowed: 1, as there is nothing to share")
     if heads % ranks:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from stream.cli import main
+from stream.replay import plan_replay
 from stream.trace import read_trace
 
 pytestmark = pytest.mark.cpu
@@ -115,6 +117,14 @@ def test_replay_takes_the_picture_from_where_it_is_now() -> None:
     main(_generate("--out", "a.mp4"))
     Path("seed.png").rename("moved.png")
     assert main(["replay", "a.trace.jsonl", "--image", "moved.png"]) == 0
+
+
+def test_replay_takes_any_gpu_for_one_of_several() -> None:
+    main(_generate("--out", "a.mp4"))
+    trace = read_trace("a.trace.jsonl")
+    trace = replace(trace, header=replace(trace.header, device="cuda:5"))
+    plan = plan_replay(trace, Path(), image=None, outputs=None, force=False)
+    assert plan.world.engine.device == "cuda"
 
 
 def test_renderer_and_its_replay(capsys: pytest.CaptureFixture[str]) -> None:

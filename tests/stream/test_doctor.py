@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.folder import save_model
 from engine.config import preset
+from engine.errors import ConfigError
 from engine.memory import Present
 from engine.text import WordEncoder
 from stream import doctor_machine
@@ -53,6 +54,18 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 20 GiB and no GPU, whatever this one has."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("stream.doctor.present_memory", lambda device: Present(device_gib=20.0))
+
+
+@pytest.mark.parametrize(("device", "health"), [("auto", Health.OK), ("cuda", Health.MISSING)])
+def test_ranks_need_devices_of_their_own(device: str, health: Health) -> None:
+    report = _examine(Question(preset="mini", ranks=2, device=device))
+    assert _found(report, "device")["ranks"].health is health
+    assert [size.plan.rank_count for size in report.sizes if size.plan] == [2]
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks: 4 for a model of 6 heads; allowed: 1, 2, 3, 6"):
+        Question(preset="mini", ranks=4)
 
 
 def test_a_bare_machine_can_serve_the_small_world() -> None:

@@ -39,6 +39,7 @@ from stream.worker_messages import (
     FrameReady,
     Heartbeat,
     Loading,
+    Planned,
     Ready,
     Refused,
     Report,
@@ -150,6 +151,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 def test_a_worker_says_how_many_share_its_world(story: Story) -> None:
     assert {ready.rank_count for ready in story.all(Ready)} == {2}
+    assert story.all(Loading)[0].stage == "loading the model, 2 ranks"
+    assert all("first of 2 ranks" in planned.text for planned in story.all(Planned))
 
 
 def test_a_reset_within_a_chunk_abandons_it_on_every_rank(story: Story) -> None:

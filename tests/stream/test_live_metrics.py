@@ -55,6 +55,7 @@ COUNTED: dict[str, dict[str, str]] = {
     "worker_info": {
         "worker": "0",
         "device": "cpu",
+        "ranks": "1",
         "dtype": "float32",
         "linear": "",  # of the renderer
         "attention": "video painted",
@@ -152,7 +153,7 @@ def test_a_session_that_ended_has_no_figures_of_now(scrapes: tuple[Scrape, Scrap
 def test_labels_tell_nobody_apart(scrapes: tuple[Scrape, Scrape]) -> None:
     allowed = {"transport", "codec", "size", "state", "reason", "type", "why", "cause", "code",
                "where", "result", "process", "le", "worker", "part", "outcome", "device", "dtype",
-               "linear", "attention"}  # fmt: skip
+               "linear", "attention", "ranks"}  # fmt: skip
     named = {
         name for of_name in scrapes[1].values.values() for labels in of_name for name, _ in labels
     }

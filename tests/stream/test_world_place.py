@@ -58,9 +58,7 @@ def test_ranks_on_a_cpu_need_a_dtype_by_name() -> None:
 
 @pytest.mark.parametrize(("device", "worlds", "gpus"), [("auto", 2, 3), ("cuda", 1, 0)])
 def test_too_few_gpus_are_refused(device: str, worlds: int, gpus: int) -> None:
-    message = (
-        f"ranks: 2 for each of {worlds} worlds need {2 * worlds} GPUs; this machine has {gpus}"
-    )
+    message = f"ranks: 2 with max_sessions {worlds} take {2 * worlds} GPUs; this machine has {gpus}"
     with pytest.raises(DeviceError, match=message):
         place_world(_spec(ranks=2, worlds=worlds, device=device), gpus)
 
