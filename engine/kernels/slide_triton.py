@@ -31,10 +31,11 @@ from engine.kernels.rows_triton import (
     rounded,
 )
 
-_HEADS, _SUMMED_HEADS, _ROWS = 8, 2, 16
+_HEADS, _SUMMED_HEADS, _ROWS = 8, 1, 16
 """Heads of a program, the same where it sums blocks, and rows that are rotated at once, at most: 16
 x 64 pairs are 8 a thread, one load of 16 bytes in bf16. What all programs under way have written
-and not yet summed has to fit into the cache of the GPU: a block of eight heads each would not."""
+and not yet summed has to fit into the cache of the GPU: with two and four heads a slide of 13526
+keys took 190 and 162 us a layer against 137 with one (H200)."""
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
