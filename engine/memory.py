@@ -185,7 +185,7 @@ def choose_plan(
     if least.host_gib > present.host_gib:
         host = f" and {least.host_gib:.1f} GiB of the machine, of which {present.host_gib:.1f} are"
     raise DeviceError(
-        f"{size} in {config.dtype} needs about {least.peak_gib:.1f} GiB ({named}); "
+        f"{size} in {config.dtype} needs about {least.needed_gib(present):.1f} GiB ({named}); "
         f"{present.device_gib:.1f} GiB are free{shared}{host}; "
         f"{' and '.join(advice) or 'no picture size of this model fits'}"
     )

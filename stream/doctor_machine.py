@@ -27,6 +27,8 @@ from engine.device import (
     torch_dtype,
 )
 from engine.errors import DeviceError
+from engine.schemes import SCHEMES
+from engine.speed import kernels_refusal
 from stream.findings import Finding, Health, findings_of
 from stream.settings import ServerSettings
 from stream.world_place import place_world
@@ -121,13 +123,35 @@ def backend_findings(device: torch.device, model: ModelConfig) -> Iterator[Findi
     has_triton = importlib.util.find_spec("triton") is not None
     is_cuda = device.type == "cuda"
     lacks = blocks_refusal(device) if is_cuda else None
+    no_kernels = kernels_refusal("bf16", model)
     for name, is_there, otherwise in (
-        ("fused kernels", is_cuda and has_triton, "need CUDA and triton"),
+        (
+            "fused kernels",
+            is_cuda and has_triton and no_kernels is None,
+            no_kernels or "need CUDA and triton",
+        ),
         ("CUDA graphs", is_cuda, "need CUDA"),
-        ("FP8 products", present_memory(device).has_fp8, "need CUDA of capability 8.9 or more"),
-        ("FP8 products in blocks", is_cuda and lacks is None, lacks or "need CUDA"),
+        (
+            f"FP8 products: {_linears(in_blocks=False)}",
+            present_memory(device).has_fp8,
+            "need CUDA of capability 8.9 or more",
+        ),
+        (
+            f"FP8 products in blocks: {_linears(in_blocks=True)}",
+            is_cuda and lacks is None,
+            lacks or "need CUDA",
+        ),
     ):
         yield make(name, Health.OK if is_there else Health.NOTE, "" if is_there else otherwise)
+
+
+def _linears(*, in_blocks: bool) -> str:
+    """Schemes that need such products and no others that are rarer."""
+    return ", ".join(
+        name
+        for name, scheme in SCHEMES.items()
+        if scheme and any(rule.in_blocks for rule in scheme) == in_blocks
+    )
 
 
 def network_findings(settings: ServerSettings) -> Iterator[Finding]:

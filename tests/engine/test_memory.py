@@ -179,8 +179,13 @@ def test_eight_bits_need_a_device_that_has_them():
     present = Present(device_gib=64.0, is_cuda=True)
     with pytest.raises(DeviceError, match=r"832x480 in bfloat16 needs about 6\d\.\d GiB") as caught:
         choose_plan(SMALL, BF16, present)
-    # What is lost between allocations is not in the figure; the machine has room for its part.
+    # The machine has room for its part.
     assert "of the machine" not in str(caught.value)
+
+
+def test_what_is_lost_between_allocations_is_in_what_is_needed():
+    with pytest.raises(DeviceError, match=r"needs about 6[34]\.\d GiB .*; 63\.0 GiB are free"):
+        _plan(SMALL, 63.0)  # whose weights alone are 62.5
 
 
 def test_the_machine_must_have_room_for_what_is_put_there():

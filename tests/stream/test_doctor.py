@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -83,8 +84,8 @@ def _products(device: str) -> list[tuple[str, Health, str]]:
 
 def test_what_multiplies_in_eight_bits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _products("cpu") == [
-        ("FP8 products", Health.NOTE, "need CUDA of capability 8.9 or more"),
-        ("FP8 products in blocks", Health.NOTE, "need CUDA"),
+        ("FP8 products: fp8_rowwise", Health.NOTE, "need CUDA of capability 8.9 or more"),
+        ("FP8 products in blocks: fp8_block, fp8_mixed", Health.NOTE, "need CUDA"),
     ]
     present = Present(device_gib=80.0, is_cuda=True, has_fp8=True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
@@ -95,8 +96,34 @@ def test_what_multiplies_in_eight_bits_is_told(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(doctor_machine, "blocks_refusal", lambda device, told=reason: told)
         health = Health.OK if reason is None else Health.NOTE
         assert _products("cuda") == [
-            ("FP8 products", Health.OK, ""), ("FP8 products in blocks", health, reason or ""),
-        ]  # fmt: skip
+            ("FP8 products: fp8_rowwise", Health.OK, ""),
+            ("FP8 products in blocks: fp8_block, fp8_mixed", health, reason or ""),
+        ]
+
+
+def test_a_model_that_kernels_do_not_serve_is_told() -> None:
+    model = replace(preset("h3_33b").model, attention_head_dim=96)
+    found = {each.name: each for each in backend_findings(torch.device("cpu"), model)}
+    assert "96 of them rotary" in found["fused kernels"].detail
+
+
+@pytest.mark.parametrize(
+    ("no_blocks", "expected"),
+    [
+        (None, r"linears fp8_mixed \(bf16 needs \d\d\.\d GiB\), modulation weights given up"),
+        ("no Hopper", r"linears fp8_rowwise \(bf16 needs \d\d\.\d GiB, no fp8_mixed: no Hopper\),"),
+    ],
+)
+def test_linears_that_were_chosen_for_want_of_memory_say_why(
+    no_blocks: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = Present(device_gib=68.0, is_cuda=True, has_fp8=True, no_fp8_blocks=no_blocks)
+    monkeypatch.setattr("stream.doctor.present_memory", lambda device: present)
+    monkeypatch.setattr("stream.plan_world.likely_dtype", lambda device: "bfloat16")
+    report = _examine(Question(preset="h3_33b", weights="random", size="832x480"))
+    assert re.search(expected, _found(report, "memory")["832x480"].detail)
+    (planned,) = report.as_json()["memory"]
+    assert planned["linear_reason"].startswith("bf16 needs")
 
 
 def test_a_bare_machine_is_told_all_that_the_large_model_lacks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from engine.config import EngineConfig, Geometry
@@ -77,6 +79,13 @@ def test_the_table_names_parts_totals_and_what_is_free() -> None:
         line = next(line for line in text.splitlines() if f" {name} " in line)
         assert all(figure in line for figure in figures)
     assert "DOES NOT FIT" in plan_text(PLAN, Present(device_gib=40.0))
+
+
+def test_the_table_says_why_linears_are_in_eight_bits() -> None:
+    present = Present(device_gib=64.0)
+    assert "linears fp8_rowwise (" not in plan_text(PLAN, present)
+    chosen = replace(PLAN, linear_reason="bf16 needs 64.9 GiB")
+    assert "linears fp8_rowwise (bf16 needs 64.9 GiB)" in plan_text(chosen, present)
 
 
 def test_a_terminal_hears_of_long_reads_only(
