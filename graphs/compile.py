@@ -49,6 +49,7 @@ def compile_module(
     if mode == CompileMode.EAGER:
         return fn
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    _shorten_reports()
     torch_mode = "max-autotune-no-cudagraphs" if mode == CompileMode.TUNED else None
     compiled: Callable[P, R] = torch.compile(
         fn, dynamic=False, fullgraph=full_graph, mode=torch_mode
@@ -72,3 +73,19 @@ def keep_compiled_code(folder: Path) -> None:
     A folder that the environment names already stays. Call it before anything is compiled.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def _shorten_reports() -> None:
+    """Let the compiler's reports of an operator name it without its arguments.
+
+    torch 2.11 writes one for each operator of ours that a process meets first, whether anybody logs
+    it or not. An argument is written as the expression that it is, one level within the other, and
+    twice where it is used twice: rounded sums before a quantiser took more than three minutes.
+    """
+    from torch._inductor.exc import OperatorIssue
+
+    OperatorIssue.operator_str = staticmethod(_report)  # type: ignore[method-assign]
+
+
+def _report(target: object, args: object, kwargs: object) -> str:
+    return f"  target: {target}"

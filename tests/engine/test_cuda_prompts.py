@@ -82,7 +82,7 @@ def test_chunks_are_recorded_and_replayed_while_prompts_are_encoded() -> None:
     calm = Engine.from_random(CONFIG, FAST)
     parts = random_parts(CONFIG, FAST)
     encoder = _Busy(parts.text_encoder)
-    engine = Engine._of(dataclasses.replace(parts, text_encoder=encoder), None)
+    engine = Engine(dataclasses.replace(parts, text_encoder=encoder))
     expected = [_roll(calm, seed) for seed in range(4)]
     with _encoding_all_the_time(encoder):
         for seed in range(4):

@@ -39,3 +39,16 @@ def test_graph_break_is_refused() -> None:
     compiled = compile_module(breaks)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(torch.ones(2))
+
+
+def test_the_compiler_reports_operators_without_their_arguments() -> None:
+    # torch 2.11 writes them out even where nobody reads that, which took minutes.
+    class Expression:
+        def __str__(self) -> str:
+            raise AssertionError("was written out")
+
+    compile_module(_twice)
+    found = torch._inductor.exc.OperatorIssue.operator_str(
+        "op", [Expression()], {"x": Expression()}
+    )
+    assert found.strip() == "target: op"
