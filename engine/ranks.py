@@ -70,6 +70,14 @@ class Ranks:
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
         return bool(said.item())
 
+    def least(self, value: float) -> float:
+        """The least that a rank says; waits for all of them."""
+        if self.group is None or self.count == 1:
+            return value
+        said = torch.tensor(value, dtype=torch.float64, device=self.own_device)
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self.group)
+        return float(said.item())
+
 
 @contextmanager
 def joined_ranks(device: str, on_failure: Callable[[Exception, int], int]) -> Iterator[Ranks]:

@@ -189,6 +189,13 @@ def load_models(
     ranks.require_alike(spec.engine.dtype)
     device = resolve_device(ranks.device(spec.engine.device))
     present = _present(spec, device, ranks.count)
+    if followers is None:
+        # Ranks whose plans differ would hold other linears; followers get the plan of their leader.
+        present = dataclasses.replace(
+            present,
+            device_gib=ranks.least(present.device_gib),
+            host_gib=ranks.least(present.host_gib),
+        )
     asked_for = dataclasses.replace(spec.engine, device=str(device))
     spec = dataclasses.replace(spec, engine=asked_for)
     planned = plan_world(spec, folder, present, world_size=ranks.count)

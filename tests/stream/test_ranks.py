@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, DeviceError
 from engine.ranks import Ranks
 from stream.cli import main
 from stream.trace import read_trace
+from stream.world_spec import world_spec
+from stream.worlds import load_models
 from tests.stream.test_cli import TINY
 
 pytestmark = pytest.mark.cpu
@@ -96,6 +100,7 @@ def test_a_process_by_itself_asks_nobody():
     ranks = Ranks()
     assert (ranks.count, ranks.is_first, ranks.device("cuda:3")) == (1, True, "cuda:3")
     assert [ranks.any(flag) for flag in (True, False)] == [True, False]
+    assert ranks.least(2.5) == 2.5
     ranks.require_alike("auto")
 
 
@@ -122,3 +127,28 @@ def test_one_rank_speaks_for_all(monkeypatch, own, of_both):
 
     monkeypatch.setattr("engine.ranks.dist.all_reduce", all_reduce)
     assert Ranks(group=_Two()).any(False) is of_both
+
+
+@pytest.mark.parametrize(("other", "of_both"), [(99.25, 99.25), (float("inf"), 139.5)])
+def test_the_least_of_all_ranks_counts(monkeypatch, other, of_both):
+    def all_reduce(said: torch.Tensor, how: dist.ReduceOp, group: object) -> None:
+        assert how == dist.ReduceOp.MIN
+        said.fill_(min(float(said), other))
+
+    monkeypatch.setattr("engine.ranks.dist.all_reduce", all_reduce)
+    assert Ranks(group=_Two()).least(139.5) == of_both
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BesideAPoorOne(Ranks):
+    def least(self, value: float) -> float:
+        return min(value, 0.25)
+
+
+def test_a_rank_plans_with_what_the_poorest_of_all_has():
+    """Else one would hold bf16 linears and another eight bits."""
+    spec = world_spec(
+        "tiny", size=None, weights="random", renderer=False, device="cpu", dtype="float32"
+    )
+    with pytest.raises(DeviceError, match=r"; 0\.2 GiB are free"):
+        load_models(spec, ranks=_BesideAPoorOne())
