@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import NoReturn
 
 import torch
@@ -26,6 +27,7 @@ from engine.parallel import Alone, Exchange, Ulysses, forget
 _TIMEOUT = timedelta(minutes=20)
 """Ranks compile each for themselves, and wait for the last one."""
 _HOST = "127.0.0.1"
+_LAST = -100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +177,14 @@ def end_process(code: int) -> NoReturn:
     if dist.is_torchelastic_launched():
         end_at_once(code)
     sys.exit(code)
+
+
+def end_without_interpreter() -> None:
+    """Let a process that multiprocessing started end in order, but for its interpreter.
+
+    What still refers to an exchange would be taken down while its threads run.
+    """
+    Finalize(None, end_at_once, args=(0,), exitpriority=_LAST)
 
 
 def end_at_once(code: int) -> NoReturn:

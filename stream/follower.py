@@ -27,7 +27,7 @@ from engine.device import held_bytes, resolve_device
 from engine.engine import Engine
 from engine.following import follow
 from engine.loading import EngineSource
-from engine.ranks import Meeting, Ranks, end_at_once, join, part
+from engine.ranks import Meeting, Ranks, end_at_once, end_without_interpreter, join, part
 
 HELD_S = 1.0
 """Between two reports of the memory that is held."""
@@ -98,7 +98,7 @@ def run_follower(config: FollowerConfig, connection: Connection) -> None:
         _log.exception("follower_failed rank=%d", config.rank)
         link.send(Broken(detail=_text(error)))
         end_at_once(1)
-    end_at_once(0)
+    end_without_interpreter()
 
 
 def _serve(config: FollowerConfig, link: _Link) -> None:

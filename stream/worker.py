@@ -88,10 +88,9 @@ def run_worker(
         mailbox.close()
         ring.close()
     if config.world.rank_count > 1:
-        from engine.ranks import end_at_once
+        from engine.ranks import end_without_interpreter
 
-        # What still refers to an exchange would be taken down while its threads run.
-        end_at_once(0)
+        end_without_interpreter()
 
 
 @dataclass(kw_only=True, slots=True)
