@@ -92,7 +92,7 @@ class LeadingEngine(Engine):
             raise UnsupportedError("draws: from elsewhere; allowed where ranks follow: the seed's")
         encoding = encoding or self.prompts.encode(prompt, picture_HWC)
         self._rollout_count += 1
-        number, new_rollout = self._rollout_count, super().new_rollout
+        number = self._rollout_count
         call = NewRollout(
             rollout=number,
             prompt=prompt,
@@ -102,7 +102,7 @@ class LeadingEngine(Engine):
             epoch=epoch,
         )
         with self._led(call):
-            rollout = new_rollout(
+            rollout = super().new_rollout(
                 prompt, anchor_BCTHW=anchor_BCTHW, picture_HWC=picture_HWC, seed=seed, epoch=epoch,
                 encoding=encoding,
             )  # fmt: skip

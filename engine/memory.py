@@ -180,7 +180,7 @@ def choose_plan(
     named = ", ".join(
         f"{part.name} {max(part.loading, part.playing) / GIB:.1f}" for part in largest[:4]
     )
-    shared = "" if present.shared_by == 1 else f" for each of {present.shared_by} worlds"
+    shared = "" if present.shared_by == 1 else f" for each of {present.shared_by} processes"
     host = ""
     if least.host_gib > present.host_gib:
         host = f" and {least.host_gib:.1f} GiB of the machine, of which {present.host_gib:.1f} are"

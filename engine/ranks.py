@@ -28,6 +28,7 @@ _TIMEOUT = timedelta(minutes=20)
 """Ranks compile each for themselves, and wait for the last one."""
 _HOST = "127.0.0.1"
 _LAST = -100
+"""Of what multiprocessing does when a process ends: after everything else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,7 @@ from stream.worker_messages import (
     StartSession,
     WorkerConfig,
 )
-from stream.world_spec import world_spec
+from stream.world_spec import WorldSpec, world_spec
 from tests.stream.test_ranks import by_ranks
 
 pytestmark = pytest.mark.cpu
@@ -112,8 +112,9 @@ def _runs(pid: int) -> bool:
         return False
 
 
-async def _play(folder: Path) -> Story:
-    config = WorkerConfig(world=SPEC, trace_folder=folder, fps=2000.0, jit_margin_ms=0.0)
+async def play(folder: Path, spec: WorldSpec = SPEC) -> Story:
+    """Let a session go through everything that may happen to it."""
+    config = WorkerConfig(world=spec, trace_folder=folder, fps=2000.0, jit_margin_ms=0.0)
     story = Story(handle=WorkerHandle(config, limits=WatchdogLimits(backoff_first_s=0.05)))
     handle, until = story.handle, story.until
     try:
@@ -146,7 +147,7 @@ async def _play(folder: Path) -> Story:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
-    return asyncio.run(_play(tmp_path_factory.mktemp("story")))
+    return asyncio.run(play(tmp_path_factory.mktemp("story")))
 
 
 def test_a_worker_says_how_many_share_its_world(story: Story) -> None:

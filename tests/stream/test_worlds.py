@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from engine.checkpoint.folder import save_model, write_manifest
 from engine.config import EngineConfig, preset
 from engine.errors import CheckpointError, ConfigError, DeviceError, UnsupportedError
+from engine.memory import Present
+from engine.ranks import Ranks
 from engine.text import WordEncoder
 from stream.cli import main
 from stream.load_news import LoadNews
@@ -204,9 +206,38 @@ def test_engine_config_of_a_spec() -> None:
 def test_more_worlds_than_memory_has_room_for_are_refused_before_any_loads() -> None:
     spec = dataclasses.replace(_spec("random"), world_count=100_000)
     news = _Listening()
-    with pytest.raises(DeviceError, match=r"GiB are free for each of 100000 worlds"):
+    with pytest.raises(DeviceError, match=r"GiB are free for each of 100000 processes"):
         load_models(spec, news)
     assert not news.stages
+
+
+@pytest.mark.parametrize(("seat", "on_its_gpu"), [(0, 2), (1, 1)])
+def test_memory_of_a_gpu_is_for_the_worlds_on_it(
+    monkeypatch: pytest.MonkeyPatch, seat: int, on_its_gpu: int
+) -> None:
+    asked = dict[str, int]()
+
+    def present_memory(device: torch.device, **shares: int) -> Present:
+        asked.update(shares)
+        return Present(device_gib=80.0)
+
+    monkeypatch.setattr("stream.worlds.gpu_count", lambda: 2)
+    monkeypatch.setattr("stream.worlds.resolve_device", torch.device)
+    monkeypatch.setattr("stream.worlds.present_memory", present_memory)
+    engine = EngineConfig(device="cuda", dtype="bfloat16")
+    spec = dataclasses.replace(_spec("random"), engine=engine, world_count=3, seat=seat)
+    monkeypatch.setattr("stream.worlds.plan_world", _planned_enough)
+    with pytest.raises(_PlannedError):
+        load_models(spec, ranks=Ranks(own_device=f"cuda:{seat}"))
+    assert asked == {"shared_by": on_its_gpu, "machine_shared_by": 3}
+
+
+class _PlannedError(Exception):
+    """Memory was asked for."""
+
+
+def _planned_enough(*args: object, **more: object) -> None:
+    raise _PlannedError
 
 
 class _Listening(LoadNews):
