@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import current_process, get_context
@@ -55,6 +56,8 @@ class _Follower:
     failure: str | None = None
     """Why it cannot load."""
     refused_count: int = 0
+    refusal: str = ""
+    """What it said the last time."""
     device_bytes: int = 0
 
 
@@ -139,7 +142,7 @@ class Followers:
                 AGREE_S,
             )
         if not is_alike:
-            self.abandon(StateError("a call was refused by the first rank alone"))
+            self.abandon(StateError("the first rank refused alone"))
 
     def abandon(self, error: BaseException) -> NoReturn:
         """End this process at once, and with it the others."""
@@ -155,8 +158,9 @@ class Followers:
                 each.process.kill()
         assert self.ranks.group is not None
         part(self.ranks.group)
+        end_s = time.monotonic() + END_S
         for each in self._followers:
-            each.process.join(END_S)
+            each.process.join(max(0.0, end_s - time.monotonic()))
             each.process.kill()
             each.process.join()
         self._thread.join()
@@ -173,10 +177,9 @@ class Followers:
         of_connection = {each.connection: each for each in self._followers}
         while not self._is_ending:
             ready = wait(list(of_connection), timeout=AGREE_S)
-            if not ready and any(
-                each.refused_count > self._agreed_count for each in self._followers
-            ):
-                self.abandon(StateError("a call was refused by a follower alone"))
+            for each in () if ready else self._followers:
+                if each.refused_count > self._agreed_count:
+                    self.abandon(StateError(f"rank {each.rank} refused alone: {each.refusal}"))
             for connection in ready:
                 assert isinstance(connection, Connection)
                 follower = of_connection[connection]
@@ -197,6 +200,7 @@ class Followers:
                     follower.failure = answer.detail
                 case Refused():
                     follower.refused_count += 1
+                    follower.refusal = answer.detail
                 case Held():
                     follower.device_bytes = answer.device_bytes
                 case Broken():

@@ -99,9 +99,10 @@ def _initialise(network: nn.Module) -> None:
     """Keep activations at one scale; memory blocks start near the identity.
 
     With torch's default the latents start far below the training noise, and learning is slow.
+    Weights without memory have nothing to keep; drawing them would load the compiler, for 2 s.
     """
     for name, module in network.named_modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
             nn.init.kaiming_normal_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)

@@ -302,9 +302,16 @@ def test_what_the_leader_refuses_alone_ends_all(far: FarPair, ends: list[int]) -
 
 
 @ENDS_A_THREAD
-@pytest.mark.parametrize("last", [CallRefused(detail="seed"), Broken(detail="KeyError: 3"), None])
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (CallRefused(detail="seed is -1"), "rank 1 refused alone: seed is -1"),
+        (Broken(detail="KeyError: 3"), "rank 1: KeyError: 3"),
+        (None, "rank 1 ended"),
+    ],
+)
 def test_what_goes_wrong_on_a_follower_ends_all(
-    far: FarPair, ends: list[int], last: Answer | None
+    far: FarPair, ends: list[int], caplog: pytest.LogCaptureFixture, last: Answer | None, told: str
 ) -> None:
     _, (first, _) = far
     if last is None:
@@ -312,6 +319,7 @@ def test_what_goes_wrong_on_a_follower_ends_all(
     else:
         first.say(last)
     _wait_for(lambda: ends == [1])
+    assert told in caplog.text
 
 
 def test_followers_that_end_when_they_are_told_end_nobody(far: FarPair, ends: list[int]) -> None:
