@@ -8,6 +8,7 @@ alike, or they ask here; one that turns off alone leaves the others in an exchan
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,8 +123,12 @@ class Meeting:
     @classmethod
     def called(cls, count: int) -> Meeting:
         """Open a place to meet, as the first rank."""
-        # It listens on this machine alone, at a port that is free.
-        store = TCPStore(_HOST, 0, count, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        # A socket of its own making: by itself the store listens to other machines as well.
+        listener = socket.create_server((_HOST, 0))
+        store = TCPStore(
+            _HOST, listener.getsockname()[1], count, is_master=True, timeout=_TIMEOUT,
+            wait_for_workers=False, master_listen_fd=listener.detach(),
+        )  # fmt: skip
         return cls(store=store, rank=0, count=count)
 
     @classmethod
