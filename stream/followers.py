@@ -56,6 +56,8 @@ class _Follower:
     failure: str | None = None
     """Why it cannot load."""
     refused_count: int = 0
+    refused_s: float = 0.0
+    """When it was the first to refuse."""
     refusal: str = ""
     """What it said the last time."""
     device_bytes: int = 0
@@ -176,20 +178,24 @@ class Followers:
     def _watch(self) -> None:
         of_connection = {each.connection: each for each in self._followers}
         while not self._is_ending:
-            ready = wait(list(of_connection), timeout=AGREE_S)
-            for each in () if ready else self._followers:
-                if each.refused_count > self._agreed_count:
-                    self.abandon(StateError(f"rank {each.rank} refused alone: {each.refusal}"))
-            for connection in ready:
+            for connection in wait(list(of_connection), timeout=AGREE_S):
                 assert isinstance(connection, Connection)
                 follower = of_connection[connection]
                 try:
                     answer: Answer = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    if not self._is_ending:
+                    if not (self._is_closing or self._is_ending):
                         self.abandon(StateError(f"rank {follower.rank} ended"))
                     return
                 self._note(follower, answer)
+            self._check_refusals()
+
+    def _check_refusals(self) -> None:
+        """End all where one refused alone, however much it says meanwhile."""
+        for each in self._followers:
+            is_alone = each.refused_count > self._agreed_count
+            if is_alone and time.monotonic() - each.refused_s >= AGREE_S:
+                self.abandon(StateError(f"rank {each.rank} refused alone: {each.refusal}"))
 
     def _note(self, follower: _Follower, answer: Answer) -> None:
         with self._changed:
@@ -199,6 +205,8 @@ class Followers:
                 case NotLoaded():
                     follower.failure = answer.detail
                 case Refused():
+                    if follower.refused_count == self._agreed_count:
+                        follower.refused_s = time.monotonic()
                     follower.refused_count += 1
                     follower.refusal = answer.detail
                 case Held():

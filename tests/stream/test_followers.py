@@ -322,9 +322,25 @@ def test_what_goes_wrong_on_a_follower_ends_all(
     assert told in caplog.text
 
 
+@ENDS_A_THREAD
+def test_a_follower_that_refuses_alone_cannot_talk_it_away(
+    far: FarPair, ends: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, (first, second) = far
+    first.say(CallRefused(detail="seed"))
+    end_s = time.monotonic() + 20 * followers.AGREE_S
+    while not ends and time.monotonic() < end_s:
+        second.say(Held(device_bytes=5))
+        time.sleep(0.02)
+    assert ends == [1]
+    assert "rank 1 refused alone: seed" in caplog.text
+
+
 def test_followers_that_end_when_they_are_told_end_nobody(far: FarPair, ends: list[int]) -> None:
     led, fars = far
     led.tell(Close())
+    fars[0].pipe.close()  # before the leader is done with its own engine
+    led._thread.join(PATIENCE_S)
     led.close()
     assert ends == []
     assert all(each.known.connection.closed for each in fars)
