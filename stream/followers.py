@@ -12,7 +12,7 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
@@ -68,11 +68,16 @@ class Followers:
 
     Args:
         devices: of all ranks, that of this process first. On a CPU they share its threads.
+        on_failure: hears of the error for which this process ends at once; from any thread. Not of
+            a follower that is killed, because another one may live.
 
     Raises: DeviceError where one is not there; OSError where a process cannot be started.
     """
 
-    def __init__(self, devices: Sequence[str]) -> None:
+    def __init__(
+        self, devices: Sequence[str], *, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._on_failure = on_failure
         count, own = len(devices), resolve_device(devices[0])
         if own.type == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // count))
@@ -95,6 +100,10 @@ class Followers:
             for each in self._followers:
                 each.process.kill()
             raise
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._is_closing or self._is_ending
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -126,7 +135,7 @@ class Followers:
             )
         for each in self._followers:
             if each.failure is not None:
-                raise DeviceError(f"rank {each.rank} on {each.device}: {each.failure}")
+                raise _failed(each, each.failure)
 
     def tell(self, call: Call) -> None:
         """Let all of them make a call."""
@@ -148,9 +157,8 @@ class Followers:
 
     def abandon(self, error: BaseException) -> NoReturn:
         """End this process at once, and with it the others."""
-        is_raised = error.__traceback__ is not None
-        _log.error("ranks_abandoned reason=%s", error, exc_info=error if is_raised else None)
-        end_at_once(1)
+        self._on_failure(error)
+        _end(error)
 
     def close(self) -> None:
         """End them: in order where their engines are closing, else at once."""
@@ -173,7 +181,7 @@ class Followers:
         try:
             follower.connection.send_bytes(data)
         except OSError as error:
-            self.abandon(error)
+            _end(error)
 
     def _watch(self) -> None:
         of_connection = {each.connection: each for each in self._followers}
@@ -184,8 +192,8 @@ class Followers:
                 try:
                     answer: Answer = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    if not (self._is_closing or self._is_ending):
-                        self.abandon(StateError(f"rank {follower.rank} ended"))
+                    if not self._is_leaving:
+                        _end(StateError(f"rank {follower.rank} ended"))
                     return
                 self._note(follower, answer)
             self._check_refusals()
@@ -211,9 +219,19 @@ class Followers:
                     follower.refusal = answer.detail
                 case Held():
                     follower.device_bytes = answer.device_bytes
-                case Broken():
-                    self.abandon(StateError(f"rank {follower.rank}: {answer.detail}"))
+                case Broken() if not self._is_leaving:
+                    self.abandon(_failed(follower, answer.detail))
             self._changed.notify_all()
+
+
+def _end(error: BaseException) -> NoReturn:
+    is_raised = error.__traceback__ is not None
+    _log.error("ranks_abandoned reason=%s", error, exc_info=error if is_raised else None)
+    end_at_once(1)
+
+
+def _failed(follower: _Follower, detail: str) -> DeviceError:
+    return DeviceError(f"rank {follower.rank} on {follower.device}: {detail}")
 
 
 def _start(rank: int, devices: Sequence[str], port: int) -> _Follower:

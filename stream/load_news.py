@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from stream.worker_messages import Loading, Planned, Report
+from stream.worker_messages import Failed, FailureCode, Loading, Planned, Report
 
 if TYPE_CHECKING:
     from engine.memory import MemoryPlan, Present
@@ -35,6 +35,9 @@ class LoadNews:
     def read(self, event: LoadEvent) -> None:
         """Weights of the stage are being read; comes a few times a second."""
 
+    def failed(self, error: BaseException) -> None:
+        """It comes to nothing, and would the next time; from any thread."""
+
 
 class TerminalNews(LoadNews):
     """Says on stderr how reading goes, where it takes long enough to ask."""
@@ -54,12 +57,13 @@ class WorkerNews(LoadNews):
     """Passes on what a worker loads, with the time since it began.
 
     Args:
-        report: takes `Loading` and `Planned`.
+        report: takes `Loading`, `Planned` and `Failed`.
     """
 
     def __init__(self, report: Callable[[Report], None]) -> None:
         self._report = report
         self._begin_s = time.monotonic()
+        self._is_over = False
 
     def tell(self, stage: str, percent: float) -> None:
         """Tell how far the start is."""
@@ -79,3 +83,14 @@ class WorkerNews(LoadNews):
     def warming_up(self, share: float) -> None:
         """Tell how far the window is filled, 0 to 1."""
         self.tell("warming up", READ_PERCENT + (100.0 - READ_PERCENT) * share)
+
+    def over(self) -> None:
+        """Everything is loaded: what fails from now on may work the next time."""
+        self._is_over = True
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the operator, and that no other worker should try."""
+        if not self._is_over:
+            detail = f"{type(error).__name__}: {error}"
+            code = FailureCode.LOAD_FAILED
+            self._report(Failed(session_id=None, code=code, is_fatal=True, detail=detail))

@@ -157,7 +157,7 @@ class Worker:
         except Exception as error:
             if not isinstance(error, WorldStreamError | OSError | MemoryError):
                 _log.exception("load_failed")
-            self._report_failure(FailureCode.LOAD_FAILED, error, is_fatal=True)
+            self._news.failed(error)
             return False
         return True
 
@@ -197,6 +197,7 @@ class Worker:
                 first_s = first_s or time.monotonic() - chunk_begin_s
             chunk_s = time.monotonic() - chunk_begin_s
         self._schedule.chunk_made(first_s)
+        self._news.over()
         self._report(
             Ready(
                 device=world.device,
@@ -242,16 +243,11 @@ class Worker:
             self._fail(FailureCode.GEN_FAILED, error)
 
     def _fail(self, code: FailureCode, error: Exception) -> None:
-        self._report_failure(code, error)
-        self._worlds.forget()
-        self._end_session()
-
-    def _report_failure(
-        self, code: FailureCode, error: Exception, *, is_fatal: bool = False
-    ) -> None:
         session_id = None if self._live is None else self._live.session_id
         detail = f"{type(error).__name__}: {error}"
-        self._report(Failed(session_id=session_id, code=code, is_fatal=is_fatal, detail=detail))
+        self._report(Failed(session_id=session_id, code=code, is_fatal=False, detail=detail))
+        self._worlds.forget()
+        self._end_session()
 
     def _wait_s(self) -> float | None:
         """How long nothing has to be made; None while there is nothing to make."""

@@ -66,7 +66,7 @@ class LoadedWorlds:
         if len(devices) > 1:
             from stream.followers import Followers
 
-            self._followers = Followers(devices)
+            self._followers = Followers(devices, on_failure=news.failed)
         ranks = Ranks(own_device=devices[0]) if self._followers is None else self._followers.ranks
         self._spec = spec
         self._models = ModelCache(news, ranks, followers=self._followers, is_played=True)

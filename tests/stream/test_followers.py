@@ -224,7 +224,15 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch, ends: list[int]) -> Iterator[tuple[Followers, list[Far]]]:
+def failures() -> list[BaseException]:
+    """Errors for which this process would have ended."""
+    return []
+
+
+@pytest.fixture
+def far(
+    monkeypatch: pytest.MonkeyPatch, ends: list[int], failures: list[BaseException]
+) -> Iterator[tuple[Followers, list[Far]]]:
     """Two followers without processes."""
     fars: list[Far] = []
 
@@ -236,7 +244,7 @@ def far(monkeypatch: pytest.MonkeyPatch, ends: list[int]) -> Iterator[tuple[Foll
     monkeypatch.setattr(followers, "join", lambda device, meeting: "group")
     monkeypatch.setattr(followers, "part", lambda group: None)
     thread_count = torch.get_num_threads()
-    led = Followers(("cpu",) * 3)
+    led = Followers(("cpu",) * 3, on_failure=failures.append)
     yield led, fars
     led.close()
     torch.set_num_threads(thread_count)
@@ -303,15 +311,21 @@ def test_what_the_leader_refuses_alone_ends_all(far: FarPair, ends: list[int]) -
 
 @ENDS_A_THREAD
 @pytest.mark.parametrize(
-    ("last", "told"),
+    ("last", "told", "is_failure"),
     [
-        (CallRefused(detail="seed is -1"), "rank 1 refused alone: seed is -1"),
-        (Broken(detail="KeyError: 3"), "rank 1: KeyError: 3"),
-        (None, "rank 1 ended"),
+        (CallRefused(detail="seed is -1"), "rank 1 refused alone: seed is -1", True),
+        (Broken(detail="KeyError: 3"), "rank 1 on cpu: KeyError: 3", True),
+        (None, "rank 1 ended", False),
     ],
 )
 def test_what_goes_wrong_on_a_follower_ends_all(
-    far: FarPair, ends: list[int], caplog: pytest.LogCaptureFixture, last: Answer | None, told: str
+    far: FarPair,
+    ends: list[int],
+    failures: list[BaseException],
+    caplog: pytest.LogCaptureFixture,
+    last: Answer | None,
+    told: str,
+    is_failure: bool,
 ) -> None:
     _, (first, _) = far
     if last is None:
@@ -320,6 +334,7 @@ def test_what_goes_wrong_on_a_follower_ends_all(
         first.say(last)
     _wait_for(lambda: ends == [1])
     assert told in caplog.text
+    assert [str(error) for error in failures] == ([told] if is_failure else [])
 
 
 @ENDS_A_THREAD
@@ -339,7 +354,8 @@ def test_a_follower_that_refuses_alone_cannot_talk_it_away(
 def test_followers_that_end_when_they_are_told_end_nobody(far: FarPair, ends: list[int]) -> None:
     led, fars = far
     led.tell(Close())
-    fars[0].pipe.close()  # before the leader is done with its own engine
+    fars[0].say(Broken(detail="the group is gone"))  # before the leader is done with its engine
+    fars[0].pipe.close()
     led._thread.join(PATIENCE_S)
     led.close()
     assert ends == []
@@ -348,18 +364,18 @@ def test_followers_that_end_when_they_are_told_end_nobody(far: FarPair, ends: li
 
 @ENDS_A_THREAD
 def test_a_call_that_fails_on_a_follower_is_heard_of(
-    ends: list[int], caplog: pytest.LogCaptureFixture
+    ends: list[int], failures: list[BaseException]
 ) -> None:
     """With a real process."""
     thread_count = torch.get_num_threads()
-    led = Followers(("cpu", "cpu"))
+    led = Followers(("cpu", "cpu"), on_failure=failures.append)
     led.load(EngineSource(weights=None, model=preset("tiny").model, config=SPEC.engine))
     led.wait_loaded()
     led.tell(Settle(rollout=3))
     _wait_for(lambda: ends == [1])
     led.close()
     torch.set_num_threads(thread_count)
-    assert "rank 1: KeyError: 3" in caplog.text
+    assert str(failures[0]) == "rank 1 on cpu: KeyError: 3"
 
 
 def test_as_many_ranks_make_the_session_again(story: Story) -> None:

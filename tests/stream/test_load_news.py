@@ -12,7 +12,7 @@ from engine.types import LoadEvent
 from stream import load_news
 from stream.load_news import TerminalNews, WorkerNews
 from stream.plan_table import plan_text
-from stream.worker_messages import Loading, Planned, Report
+from stream.worker_messages import Failed, FailureCode, Loading, Planned, Report
 from stream.world_source import LoadedWorlds
 from stream.world_spec import WorldSpec, read_start
 
@@ -50,6 +50,18 @@ def test_the_bar_of_a_start_ends_full() -> None:
     news, reports = _worker()
     news.warming_up(1.0)
     assert [report.percent for report in reports if isinstance(report, Loading)] == [100.0]
+
+
+def test_what_fails_while_loading_would_fail_again_and_what_fails_later_may_not() -> None:
+    news, reports = _worker()
+    news.failed(RuntimeError("no way between the GPUs"))
+    (report,) = reports
+    assert isinstance(report, Failed)
+    assert (report.code, report.is_fatal) == (FailureCode.LOAD_FAILED, True)
+    assert report.detail == "RuntimeError: no way between the GPUs"
+    news.over()
+    news.failed(RuntimeError("no way between the GPUs"))
+    assert len(reports) == 1
 
 
 def test_the_plan_comes_as_a_table_before_the_weights_are_made() -> None:
