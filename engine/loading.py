@@ -137,7 +137,7 @@ def pretrained_parts(
     silence_GCT = _silence(model_config, config)
     device = resolve_device(config.device)
     use(device)
-    config, choice = _resolve_memory(
+    config, choice = _resolve(
         model_config,
         config,
         device,
@@ -146,8 +146,6 @@ def pretrained_parts(
         files=files,
         adapter=adapter,
     )
-    check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
-    check_attention(config, model_config, device, torch_dtype(choice.dtype))
     config = _with_lora_mode(config, adapter, world_size)
     weights_hash = _adapted_hash(known_hash or sampled_hash(weights), adapter)
     cache = QuantCache(CACHE_FOLDER.expanduser() / "linears", weights_hash, config)
@@ -248,11 +246,9 @@ def random_parts(
     if config.prompts.encoder is not None:
         files = _prompt_files(model_config, config, beside=())
     silence_GCT = _silence(model_config, config)
-    config, choice = _resolve_memory(
+    config, choice = _resolve(
         model_config, config, device, sizes, world_size=world_size, files=files, adapter=adapter
     )
-    check_linears(config.linear, model_config, device, torch_dtype(choice.dtype))
-    check_attention(config, model_config, device, torch_dtype(choice.dtype))
     config = _with_lora_mode(config, adapter, world_size)
     model = empty_model(model_config, dtype=torch_dtype(choice.dtype), device=device)
     generator = torch.Generator(device).manual_seed(seed)
@@ -290,7 +286,7 @@ def _adapted_hash(model_hash: str, adapter: Adapter | None) -> str:
     return hashlib.sha256(f"{model_hash} {adapter.content_hash}".encode()).hexdigest()
 
 
-def _resolve_memory(
+def _resolve(
     model_config: ModelConfig,
     config: EngineConfig,
     device: torch.device,
@@ -300,7 +296,11 @@ def _resolve_memory(
     files: PromptFiles | None,
     adapter: Adapter | None,
 ) -> tuple[EngineConfig, DtypeChoice]:
-    """Choose dtype, precision and residency; even measuring a block may need too much memory."""
+    """Choose dtype, precision, residency and speed, and refuse what cannot be had.
+
+    What costs more comes later: measuring a block may already need too much memory, and speed is
+    found by trying the compiler.
+    """
     present = present_memory(device)
     places = residencies(config.prompts, device)
 
@@ -339,6 +339,8 @@ def _resolve_memory(
         free_adaln=found.free_adaln,
         prompts=places[found.beside_index],
     )
+    check_linears(resolved.linear, model_config, device, torch_dtype(choice.dtype))
+    check_attention(resolved, model_config, device, torch_dtype(choice.dtype))
     return resolve_speed(resolved, device, model_config), choice
 
 

@@ -160,6 +160,17 @@ def test_attention_that_cannot_serve_is_refused_before_weights_are_read(monkeypa
 
 
 @pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"linear": "fp8_mixed"}, "linear is 'fp8_mixed'"), ({"attention": "gluon"}, "gluon refuses")],
+)
+def test_what_is_refused_is_so_before_the_compiler_is_tried(monkeypatch, changes, message):
+    monkeypatch.setattr(speed, "_no_compiler", lambda device: pytest.fail("tried"))
+    config = EngineConfig(device="cpu", dtype="float32", is_long_lived=True, **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        Engine.from_random(narrow_config(), config)
+
+
+@pytest.mark.parametrize(
     ("attention", "phases"),
     [("auto", (Phase.DENOISE, Phase.REFRESH)),
      ("sparse", (Phase.SPARSE_DENOISE, Phase.DENOISE, Phase.REFRESH))],
