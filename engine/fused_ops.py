@@ -232,7 +232,7 @@ class _FusedBlockOps:
         qknorm_rope.rotate(raw_BRNK, cos_RK, sin_RK, key_BRNK, self._rounding)
 
     def slide(self, buffers: CacheBuffers, window: WindowViews, slot: int) -> None:
-        """Move, rotate and summarize in one launch."""
+        """Move and rotate in one launch, which also summarizes blocks that are long enough."""
         summaries = [each for each in window.summaries if each is not None]
         block = summaries[0].block if summaries else 0
         inside = summaries if block >= sparse.LEAST_KERNEL_BLOCK else []

@@ -28,11 +28,11 @@ class SideWork:
         self._is_pending = False
 
     @contextmanager
-    def beside(self, *read: Tensor) -> Iterator[None]:
+    def beside(self, *touched: Tensor) -> Iterator[None]:
         """Run what is launched within after what was launched before, beside what comes later.
 
         Args:
-            read: tensors that the work reads and somebody else may free before it is done.
+            touched: tensors that somebody else may free before the work on them is done.
         """
         if self._stream is None:
             yield
@@ -41,7 +41,7 @@ class SideWork:
         self._is_pending = True
         with torch.cuda.stream(self._stream):
             yield
-        for tensor in read:
+        for tensor in touched:
             tensor.record_stream(self._stream)
 
     def join(self) -> None:

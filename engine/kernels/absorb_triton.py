@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.rows_triton import padded_side
+
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _ROWS, _WARPS, _REGISTERS = 64, 4, 168
 """Of a program: its rows, its warps, and the registers that a thread may take. The kernel waits for
 memory, so what counts is how many programs a multiprocessor holds: three of 168 registers and up to
 96 keys (64 KiB); without a limit the assembler takes 174, which leaves two."""
-_LEAST_SIDE = 16
-"""Of a product on a GPU."""
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def _absorb_kernel(
 
 def _sides(keys: int) -> tuple[int, int]:
     """Return the sides of the tiles of keys, the second zero where one tile is as good."""
-    side = max(_LEAST_SIDE, triton.next_power_of_2(keys))
+    side = padded_side(keys)
     first = side // 2
-    second = max(_LEAST_SIDE, triton.next_power_of_2(max(1, keys - first)))
+    second = padded_side(max(1, keys - first))
     return (first, second) if first + second < side else (side, 0)
 
 
@@ -112,6 +112,6 @@ def absorb(o_BRNK: Tensor, lse_BNR: Tensor, q_BRNK: Tensor, k_BSNK: Tensor, v_BS
         *v_BSNK.stride()[:3:2],
         O_ROW=o_BRNK.stride(1), Q_ROW=q_BRNK.stride(1), K_ROW=k_BSNK.stride(1),
         V_ROW=v_BSNK.stride(1), HEADS=heads, WIDTH=width, ROWS=_ROWS,
-        COLUMNS=max(_LEAST_SIDE, triton.next_power_of_2(width)), KEYS=side, MORE=more,
+        COLUMNS=padded_side(width), KEYS=side, MORE=more,
         num_warps=_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip

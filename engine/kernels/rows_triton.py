@@ -1,6 +1,6 @@
 """Pieces that the kernels share: rounding as eager code, rotation, quantisation, sums of blocks.
 
-Owns inlined functions and the option that all launches share; formulas in `reference`.
+Owns inlined functions, and the options and sizes of launches that agree; formulas in `reference`.
 """
 
 # Kernel functions have no Python types: their arguments are blocks known at compile time.
@@ -20,6 +20,8 @@ for memory."""
 
 BLOCK_WARPS = 4
 """Of a kernel that sums blocks of rows."""
+_LEAST_SIDE = 16
+"""Of a product on a GPU."""
 
 _FP8_MAX, _FP8_AMAX_FLOOR = tl.constexpr(FP8_MAX), tl.constexpr(FP8_AMAX_FLOOR)
 _FP8_STEP = tl.constexpr(1.0 / FP8_MAX)
@@ -120,6 +122,11 @@ def block_sum_and_reach(
         sum_ += x
         most = tl.maximum(most, tl.sum(x * x, axis=1))
     return sum_, tl.sqrt(tl.max(most, axis=0))
+
+
+def padded_side(count: int) -> int:
+    """Side of a block that holds so many rows or columns and may enter a product."""
+    return max(_LEAST_SIDE, triton.next_power_of_2(count))
 
 
 def block_step(keys: int, columns: int, itemsize: int) -> int:

@@ -27,6 +27,7 @@ from engine.kernels.rows_triton import (
     block_sum,
     block_sum_and_reach,
     load_wide,
+    padded_side,
     rotated_pair,
     rounded,
 )
@@ -173,7 +174,7 @@ def slide(
     align = 16 if all(address % 16 == 0 for address in wide) else key.itemsize
     batch_size, window_rows, heads, width = key.shape
     rows, half, ring_rows = newest.shape[1], cos_SK.shape[-1] // 2, raw.shape[1]
-    prefix_rows, columns = window_rows - ring_rows - rows, max(16, triton.next_power_of_2(width))
+    prefix_rows, columns = window_rows - ring_rows - rows, padded_side(width)
     keys = block if mean_BNJK else _ROWS
     lead = prefix_rows % keys if mean_BNJK else 0
     most_heads = _SUMMED_HEADS if mean_BNJK else _HEADS

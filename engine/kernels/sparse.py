@@ -115,7 +115,10 @@ def _require_block(op: str, block: int) -> None:
 def require_summary(
     op: str, k_BSNK: Tensor, mean: Tensor, sum_: Tensor, reach: Tensor, block: int
 ) -> None:
-    """Raises: ConfigError unless there is contiguous room for the summary of such keys."""
+    """Raises: ConfigError unless there is contiguous room for the summary of such keys.
+
+    A kernel may know no more of it than where it is, and would write past what is narrower.
+    """
     _require_block(op, block)
     batch_size, keys, heads, width = k_BSNK.shape
     shape = (batch_size, heads, block_count(keys, block), width)
@@ -126,6 +129,8 @@ def require_summary(
         contract.require_shape(op, name, tensor, expected)
         if not tensor.is_contiguous():
             raise ConfigError(f"{op}: {name} has strides {tensor.stride()}; allowed: contiguous")
+    if reach.dtype != torch.float32:
+        raise ConfigError(f"{op}: reach is {reach.dtype}; allowed: {torch.float32}")
 
 
 @torch.library.custom_op(

@@ -22,6 +22,7 @@ from engine.kernels.rows_triton import (
     block_sum,
     block_sum_and_reach,
     load_wide,
+    padded_side,
 )
 from engine.kernels.sparse_reference import own_block, score_scale, tile_rows
 
@@ -34,8 +35,6 @@ _SUMMARY_REGISTERS = 64
 takes by itself: 147 us a layer against 175, 13526 keys, 56 heads of 128, H200."""
 _SCORED_TILES = 8
 """Tiles whose scores are made of the same means, which are read once for them."""
-_LEAST_SIDE = 16
-"""Of a product on a GPU."""
 HOPPER_BLOCK = 64
 """Keys of a block that `sparse_gluon` is made for."""
 
@@ -204,10 +203,6 @@ def _attend_kernel(
     tl.store(o_at, (made / total[:, None]).to(kind), mask=q_mask)
 
 
-def _columns(width: int) -> int:
-    return max(_LEAST_SIDE, triton.next_power_of_2(width))
-
-
 def summarize(
     k_BSNK: Tensor,
     v_BSNK: Tensor,
@@ -219,11 +214,11 @@ def summarize(
 ) -> None:
     """Launch for checked arguments."""
     batch_size, keys, heads, width = k_BSNK.shape
-    blocks, first = reach_BNJ.shape[2], own_block(rows, keys, block)
+    columns, blocks, first = padded_side(width), reach_BNJ.shape[2], own_block(rows, keys, block)
     _summarize_kernel[(blocks - first, batch_size * heads)](
         k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, reach_BNJ, keys, blocks, first, *k_BSNK.stride()[:3],
-        *v_BSNK.stride()[:3], HEADS=heads, WIDTH=width, COLUMNS=_columns(width), KEYS=block,
-        STEP=block_step(block, _columns(width), k_BSNK.itemsize), num_warps=BLOCK_WARPS,
+        *v_BSNK.stride()[:3], HEADS=heads, WIDTH=width, COLUMNS=columns, KEYS=block,
+        STEP=block_step(block, columns, k_BSNK.itemsize), num_warps=BLOCK_WARPS,
         maxnreg=_SUMMARY_REGISTERS, **AS_WRITTEN,
     )  # fmt: skip
 
@@ -240,7 +235,7 @@ def route(
     """Launch for checked arguments."""
     batch_size, rows, heads, width = q_BRNK.shape
     tile, blocks, planes = tile_rows(block), mean_BNJK.shape[2], batch_size * heads
-    tiles, columns = triton.cdiv(rows, tile), _columns(width)
+    tiles, columns = triton.cdiv(rows, tile), padded_side(width)
     exact_BNTJ = q_BRNK.new_empty((batch_size, heads, tiles, blocks), dtype=torch.int8)
     list_BNTJ = torch.empty_like(exact_BNTJ, dtype=torch.int32)
     count_BNT = q_BRNK.new_empty((batch_size, heads, tiles), dtype=torch.int32)
@@ -284,7 +279,7 @@ def attend(
         q_BRNK, k_BSNK, v_BSNK, mean_BNJK, sum_BNJK, exact_BNTJ, list_BNTJ, count_BNT, o_BRNK,
         rows, k_BSNK.shape[1], exact_BNTJ.shape[3], exact_BNTJ.shape[2], score_scale(width),
         *q_BRNK.stride()[:3], *k_BSNK.stride()[:3], *v_BSNK.stride()[:3], *o_BRNK.stride()[:3],
-        HEADS=heads, WIDTH=width, COLUMNS=_columns(width), ROWS=program_rows, KEYS=block,
+        HEADS=heads, WIDTH=width, COLUMNS=padded_side(width), ROWS=program_rows, KEYS=block,
         TILE=tile, num_warps=4, num_stages=3,
     )  # fmt: skip
     return o_BRNK

@@ -201,6 +201,8 @@ BAD = {
                             "sum_BNJK": [torch.zeros(2, 2, 4, 128).bfloat16()],
                             "reach_BNJ": [torch.zeros(2, 2, 4)]},
                   "block is 8; allowed: 16 at least"),
+    "reach": ("slide", {"reach_BNJ": [torch.zeros(2, 2, 2).bfloat16()]},
+              "reach is torch.bfloat16; allowed: torch.float32"),
     "ring": ("slide", {"cos_SK": torch.zeros(24, 96)}, r"cos has shape \(24, 96\); allowed: \(25"),
     "summary": ("summarize", {"mean_BNJK": torch.zeros(2, 2, 5, 128).bfloat16()},
                 r"mean has shape \(2, 2, 5, 128\); allowed: \(2, 2, 6, 128\)"),
