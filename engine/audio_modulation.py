@@ -50,7 +50,12 @@ class AudioModulation:
         self.are_weights_freed = False
 
     def free_weights(self) -> None:
-        """Give the modulation weights up; what audio times need goes to the machine's memory."""
+        """Give the modulation weights up; what audio times need goes to the machine's memory.
+
+        Calling it again does nothing.
+        """
+        if self.are_weights_freed:
+            return
         begin_s = time.perf_counter()
         layers, stream = self._model.config.num_layers, None
         for layer in range(layers):
@@ -70,8 +75,9 @@ class AudioModulation:
             )  # fmt: skip
 
     def times(self, t_B: Tensor) -> AudioTimes:
-        """Times of each sample; without weights those of one of the last sessions where they are
-        the same, with its vectors.
+        """Times of each sample.
+
+        Without weights those of one of the last sessions where they are the same, with its vectors.
         """
         if not self.are_weights_freed:
             return AudioTimes(embedding_BC=self._model.time_embedding(t_B), kept_B6D={})

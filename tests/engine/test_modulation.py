@@ -127,6 +127,13 @@ def test_weights_that_were_given_up_cannot_be_renewed():
         engine.core.model.modulation(0, torch.zeros(1, CONFIG.time_embed_dim))
 
 
+def test_weights_are_given_up_once():
+    core = Engine.from_random(CONFIG, FREED).core
+    left = [block.adaln_proj for block in core.model.transformer_blocks]
+    core.free_adaln()
+    assert [block.adaln_proj for block in core.model.transformer_blocks] == left
+
+
 def test_weights_stay_where_no_tables_are_kept():
     tables = ModulationTables(tiny_model(CONFIG), keeps_shared=False)
     with pytest.raises(StateError, match="expected adaln_tables"):
