@@ -159,7 +159,12 @@ def examine(question: Question, settings: ServerSettings) -> Report:
         findings.append(findings_of("files")("weights", Health.MISSING, str(error)))
     findings += _files(spec, folder, found.model)
     findings += _adapter(question.lora, folder, found.model)
-    present = present_memory(device)
+    # What one rank gets of it when all of them start.
+    present = present_memory(
+        device,
+        shared_by=question.ranks if device.type == "cpu" else 1,
+        machine_shared_by=question.ranks,
+    )
     sizes = tuple(_planned(each, folder, present) for each in specs)
     findings += _memory(sizes, present)
     findings += network_findings(settings)

@@ -54,7 +54,9 @@ def _found(report: Report, section: str) -> dict[str, Finding]:
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 20 GiB and no GPU, whatever this one has."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("stream.doctor.present_memory", lambda device: Present(device_gib=20.0))
+    monkeypatch.setattr(
+        "stream.doctor.present_memory", lambda device, **shares: Present(device_gib=20.0)
+    )
 
 
 @pytest.mark.parametrize(("device", "health"), [("auto", Health.OK), ("cuda", Health.MISSING)])
@@ -62,6 +64,29 @@ def test_ranks_need_devices_of_their_own(device: str, health: Health) -> None:
     report = _examine(Question(preset="mini", ranks=2, device=device))
     assert _found(report, "device")["ranks"].health is health
     assert [size.plan.rank_count for size in report.sizes if size.plan] == [2]
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("cpu", {"shared_by": 2, "machine_shared_by": 2}),
+        ("cuda", {"shared_by": 1, "machine_shared_by": 2}),
+    ],
+)
+def test_ranks_share_what_they_run_on(
+    monkeypatch: pytest.MonkeyPatch, device: str, expected: dict[str, int]
+) -> None:
+    asked = dict[str, int]()
+
+    def present_memory(_: torch.device, **shares: int) -> Present:
+        asked.update(shares)
+        return Present(device_gib=20.0)
+
+    monkeypatch.setattr("stream.doctor.present_memory", present_memory)
+    monkeypatch.setattr("stream.doctor.resolve_device", lambda name: torch.device(device))
+    monkeypatch.setattr("stream.doctor.backend_findings", lambda device, model: iter(()))
+    _examine(Question(preset="tiny", ranks=2, device=device))
+    assert asked == expected
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
@@ -118,7 +143,7 @@ def test_linears_that_were_chosen_for_want_of_memory_say_why(
     no_blocks: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     present = Present(device_gib=68.0, is_cuda=True, has_fp8=True, no_fp8_blocks=no_blocks)
-    monkeypatch.setattr("stream.doctor.present_memory", lambda device: present)
+    monkeypatch.setattr("stream.doctor.present_memory", lambda device, **shares: present)
     monkeypatch.setattr("stream.plan_world.likely_dtype", lambda device: "bfloat16")
     report = _examine(Question(preset="h3_33b", weights="random", size="832x480"))
     assert re.search(expected, _found(report, "memory")["832x480"].detail)
@@ -244,7 +269,9 @@ def test_ports_that_are_taken_are_found() -> None:
 
 
 def test_memory_of_a_large_device_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stream.doctor.present_memory", lambda device: Present(device_gib=139.0))
+    monkeypatch.setattr(
+        "stream.doctor.present_memory", lambda device, **shares: Present(device_gib=139.0)
+    )
     report = _examine(Question(preset="h3_33b", size="832x480"))
     (size,) = report.sizes
     assert size.plan is not None

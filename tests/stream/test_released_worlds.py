@@ -190,7 +190,9 @@ def test_the_doctor_looks_into_the_prompt_encoder(
 def test_the_doctor_finds_every_network(
     weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stream.doctor.present_memory", lambda device: Present(device_gib=139.0))
+    monkeypatch.setattr(
+        "stream.doctor.present_memory", lambda device, **shares: Present(device_gib=139.0)
+    )
     main(["doctor", "--weights", str(weights), "--size", "832x480", "--json", "--device", "cpu"])
     found = json.loads(capsys.readouterr().out)
     files = {each["name"]: each for each in found["findings"] if each["section"] == "files"}
