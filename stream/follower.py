@@ -134,12 +134,16 @@ class _Link:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._received: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=self._listen, name="leader", daemon=True).start()
+        self._received: SimpleQueue[bytes] = SimpleQueue()
+        self._thread = threading.Thread(target=self._listen, name="leader", daemon=True)
+        self._thread.start()
 
     def receive(self) -> Any:
-        """Wait for what the leader says next."""
-        return self._received.get()
+        """Wait for what the leader says next.
+
+        Raises: whatever reading it raises, such as MemoryError; here, where somebody notices.
+        """
+        return pickle.loads(self._received.get())
 
     def send(self, answer: Answer) -> None:
         """Answer; a leader that is gone hears nothing."""
@@ -149,8 +153,9 @@ class _Link:
     def _listen(self) -> None:
         while True:
             try:
-                message = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, OSError):
+                message = self._connection.recv_bytes()
+            # Mostly its end; a follower that went on without hearing would keep all others waiting.
+            except Exception:
                 end_at_once(1)
             self._received.put(message)
 

@@ -21,7 +21,7 @@ from engine.calls import Close, Settle
 from engine.config import EngineConfig, PromptOptions, preset
 from engine.errors import DeviceError
 from engine.loading import EngineSource
-from stream import followers
+from stream import follower, followers
 from stream.follower import Answer, Broken, Held, Loaded, NotLoaded
 from stream.follower import Refused as CallRefused
 from stream.followers import Followers
@@ -376,6 +376,21 @@ def test_a_call_that_fails_on_a_follower_is_heard_of(
     led.close()
     torch.set_num_threads(thread_count)
     assert str(failures[0]) == "rank 1 on cpu: KeyError: 3"
+
+
+@ENDS_A_THREAD
+def test_what_a_follower_cannot_read_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower, "end_at_once", sys.exit)
+    ours, theirs = Pipe()
+    link = follower._Link(theirs)
+    ours.send_bytes(b"torn")
+    with pytest.raises(pickle.UnpicklingError):
+        link.receive()
+    ours.close()
+    link._thread.join(PATIENCE_S)
+    assert not link._thread.is_alive()
 
 
 def test_as_many_ranks_make_the_session_again(story: Story) -> None:
