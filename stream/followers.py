@@ -2,7 +2,8 @@
 
 Owns their start, what they are told and answer, the watch over them, their end. Invariants: one
 that ends unasked, or fails, ends the worker at once, and with it all others: the service starts
-another worker, which goes on from the trace; none outlives the worker.
+another worker, which goes on from the trace, unless one failed while it loaded, as the next would;
+none outlives the worker.
 """
 
 from __future__ import annotations
