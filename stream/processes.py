@@ -7,13 +7,16 @@ look at; where there is no /proc, nothing is found.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
 _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+_ENDED = ("Z", "X")
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,20 @@ def usage(pids: Iterable[int]) -> Usage:
         with suppress(*_GONE):
             total = total + _usage(PROC / str(pid))
     return total
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there that has not ended; one that nobody has asked for yet has."""
+    with suppress(*_GONE):
+        return _fields(PROC / str(pid))[0] not in _ENDED
+    return False
+
+
+def wait_until_gone(pids: Collection[int], limit_s: float) -> None:
+    """Wait until none of these processes runs, at most so long."""
+    end_s = time.monotonic() + limit_s
+    while any(runs(pid) for pid in pids) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
 
 
 def machine_cpu_s() -> float:

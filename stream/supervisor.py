@@ -20,6 +20,7 @@ from pathlib import Path
 from engine.errors import StateError
 from stream.actions import ActionMailbox
 from stream.frames import FrameRing
+from stream.processes import wait_until_gone
 from stream.worker import run_worker
 from stream.worker_messages import (
     Applied,
@@ -49,6 +50,8 @@ from stream.worker_messages import (
 )
 from stream.world_source import LoadedWorlds, OpenSource
 
+FOLLOWERS_S = 3.0
+"""From the end of a worker to that of its followers, at most."""
 _log = logging.getLogger(__name__)
 
 
@@ -347,7 +350,7 @@ class WorkerHandle:
             return
         self._disconnect()
         was_loading, self.info = self.info is None, None
-        self.device_bytes, self.graphs, self._follower_pids = 0, (), ()
+        self.device_bytes, self.graphs = 0, ()
         if self._is_closed:
             return
         self._report_ended()
@@ -395,8 +398,9 @@ class WorkerHandle:
         self._reports.put_nowait(None)
 
     async def _reap(self) -> None:
-        """Make sure that the process is gone, and forget it."""
+        """Make sure that the process is gone, and its followers with it, and forget them."""
         process, self._process = self._process, None
+        followers, self._follower_pids = self._follower_pids, ()
         self._disconnect()
         if process is None:
             return
@@ -405,6 +409,8 @@ class WorkerHandle:
         await asyncio.to_thread(process.join, 1.0)
         if not process.is_alive():
             process.close()
+        # The next one could not have the GPUs that they still hold.
+        await asyncio.to_thread(wait_until_gone, followers, FOLLOWERS_S)
 
     def _disconnect(self) -> None:
         if self._connection is not None:

@@ -25,7 +25,7 @@ from stream import follower, followers
 from stream.follower import Answer, Broken, Held, Loaded, NotLoaded
 from stream.follower import Refused as CallRefused
 from stream.followers import Followers
-from stream.processes import PROC
+from stream.processes import runs
 from stream.snapshots import SNAPSHOT_CHUNKS
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.trace import read_trace
@@ -100,16 +100,9 @@ class Story:
         """Give processes that should be gone some time to go."""
         end_s, left = time.monotonic() + GONE_S, set(pids)
         while left and time.monotonic() < end_s:
-            left = {pid for pid in left if _runs(pid)}
+            left = {pid for pid in left if runs(pid)}
             time.sleep(0.02)
         self.survivors[after] = left
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def play(folder: Path, spec: WorldSpec = SPEC) -> Story:

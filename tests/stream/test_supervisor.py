@@ -17,6 +17,7 @@ from typing import TypeVar
 import pytest
 
 from stream.frames import NO_CHUNK
+from stream.processes import runs
 from stream.supervisor import WatchdogLimits, WorkerHandle
 from stream.trace import read_trace
 from stream.worker_messages import (
@@ -27,6 +28,8 @@ from stream.worker_messages import (
     Failed,
     FailureCode,
     FrameReady,
+    Heartbeat,
+    Loading,
     Ready,
     Report,
     Reset,
@@ -111,6 +114,22 @@ def test_a_session_goes_on_when_its_worker_dies(tmp_path: Path) -> None:
             chunks = read_trace(started.trace).chunks
             assert [chunk.prompt for chunk in chunks if chunk.prompt] == ["slow 0.02"]
             assert client.handle.restart_count == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_starts_when_the_followers_of_the_one_before_are_gone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with _client(tmp_path) as client:
+            await client.wait(Ready)
+            with subprocess.Popen(["sleep", "1.5"]) as follower:
+                beat = Heartbeat(
+                    busy_ms=0.0, device_bytes=0, graphs=(), follower_pids=(follower.pid,)
+                )
+                client.handle._note(beat)
+                client.handle.recycle("memory")
+                await client.wait(Loading)
+                assert not runs(follower.pid)
 
     asyncio.run(scenario())
 
