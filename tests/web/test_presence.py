@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import pytest
 pytest.importorskip("playwright.sync_api")
 pytest.importorskip("fastapi")
 
+from stream.processes import descendants
 from stream.protocol import SessionState
 from tests.web.conftest import ARGUMENTS, CHROMIUM
 from tests.web.live_page import (
@@ -81,18 +83,17 @@ def test_world_stops_walking_when_another_page_comes_to_the_front(
 def test_killed_browser_is_found_and_the_worker_goes_idle(
     playwright: Playwright, service: Service, tmp_path: Path
 ) -> None:
-    command = [str(CHROMIUM), "--headless=new", "--remote-debugging-port=0", *ARGUMENTS]
-    process = subprocess.Popen([*command, f"--user-data-dir={tmp_path}"], stderr=subprocess.DEVNULL)
+    context = playwright.chromium.launch_persistent_context(
+        tmp_path, executable_path=CHROMIUM, args=ARGUMENTS
+    )
+    folder = f"--user-data-dir={tmp_path}"
+    commands = descendants(os.getpid()).items()
+    (browser,) = (pid for pid, said in commands if folder in said and "--type=" not in said)
     try:
-        port_file = tmp_path / "DevToolsActivePort"
-        until(port_file.exists)
-        port = until(lambda: port_file.read_text().partition("\n")[0])
-        browser = playwright.chromium.connect_over_cdp(f"http://127.0.0.1:{port}")
-        play(browser.new_page(), service, "?transport=webrtc")
+        play(context.new_page(), service, "?transport=webrtc")
         (session,) = open_sessions(service)
     finally:
-        process.kill()
-        process.wait()
+        os.kill(browser, signal.SIGKILL)
     until(lambda: session.state is not SessionState.RUNNING, FOUND_LIMIT_S)
     time.sleep(1.5)  # longer than a chunk that was under way
     made = chunk_count(service)
